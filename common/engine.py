@@ -1,0 +1,76 @@
+"""The engine contract: a module that exports `parallelize(model, mesh, job)`, found by name.
+
+An engine's name is its import path; the five at home have short names. `parallelize` shards `model` in place and
+returns what is called in the training loop - `model` itself or a wrapper around it. Afterwards `model`
+
+- has the parameter names and the order it had before; tied parameters stay one object, frozen ones frozen;
+- after `loss.backward()` holds in each `.grad` the mean gradient over ranks, sharded as the parameter is.
+
+An engine that does not split the batch over ranks sets `DATA_PARALLEL = False` in its module and runs on rank 0
+alone, on the whole batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.errors import ConfigError
+from common.job import JobConfig
+
+SHORT_NAMES = {
+    "eager": "fsdp_eager.parallelize",
+    "compiled": "fsdp_compiled.parallelize",
+    "single": "common.baselines.single",
+    "ddp": "common.baselines.ddp",
+    "torch-fsdp2": "common.baselines.torch_fsdp2",
+}
+
+
+class Parallelize(Protocol):
+    """Shard `model` in place over `mesh` as `job` says; return the module to call in the training loop."""
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine, loaded.
+
+    Attributes:
+        name: the name it was asked for by.
+        path: its import path.
+        parallelize: its entry point; `mesh` is None only for an engine that is not data parallel.
+        data_parallel: whether each rank takes its own share of the batch.
+    """
+
+    name: str
+    path: str
+    parallelize: Parallelize
+    data_parallel: bool
+
+
+def load_engine(name: str) -> Engine:
+    """Import the engine called `name`.
+
+    Raises:
+        ConfigError: no such module, or a module without `parallelize`.
+    """
+    path = SHORT_NAMES.get(name, name)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
+            raise  # the engine exists; something it imports does not
+        known = ", ".join(SHORT_NAMES)
+        raise ConfigError(
+            f"engine {name!r}: no module {path!r}; known engines are {known}, or give an import path"
+        ) from None
+    parallelize = getattr(module, "parallelize", None)
+    if not callable(parallelize):
+        raise ConfigError(f"engine {name!r}: module {path!r} does not define parallelize(model, mesh, job)")
+    return Engine(name, path, parallelize, getattr(module, "DATA_PARALLEL", True))

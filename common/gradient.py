@@ -1,0 +1,93 @@
+"""The gradient contract: `.grad` is the mean over data-parallel ranks, and one function says how it is made.
+
+Both engines ask `plan_reduction` and then do the same arithmetic at every world size: which operation travels,
+what is divided before and after, and whether the sum is the backend's or taken here in rank order.
+
+[Note: rank order]
+A floating-point sum depends on its order. A backend's reduce-scatter adds in an order of its own, which may
+depend on where in a message an element lies, so packing parameters differently changes bits. The `ordered`
+transport sends each rank its pieces (all-to-all) and adds them here as ((r0 + r1) + r2) + ...: an element's sum
+then depends on nothing but its addends, and bucketing is bitwise neutral at any world size.
+
+Source: torch 2.13 `_fsdp_collectives.py`, `_get_gradient_divide_factors`, for the native transport.
+Differs: the ordered transport, and divide factors on every backend (torch uses PREMUL_SUM, which gloo lacks).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+
+class Transport(StrEnum):
+    """How a reduction travels."""
+
+    AUTO = "auto"
+    """`ordered` on gloo, whose own reduce-scatter is slow and of unspecified order; else `native`."""
+    NATIVE = "native"
+    """The backend's reduce-scatter."""
+    ORDERED = "ordered"
+    """An all-to-all, and a sum in rank order; see [Note: rank order]."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one gradient buffer becomes the mean over ranks.
+
+    Attributes:
+        transport: `NATIVE` or `ORDERED`, never `AUTO`.
+        op: the operation of the native reduce-scatter, "sum" or "avg"; ordered reductions always sum.
+        predivide: divisor applied before the sum, or None.
+        postdivide: divisor applied after the sum, or None.
+    """
+
+    transport: Transport
+    op: str
+    predivide: float | None = None
+    postdivide: float | None = None
+
+
+def plan_reduction(
+    *,
+    world_size: int,
+    reduce_dtype: torch.dtype,
+    backend: str,
+    transport: Transport = Transport.AUTO,
+    divide_factor: float | None = None,
+) -> Reduction:
+    """Decide how gradients of `reduce_dtype` are averaged over `world_size` ranks.
+
+    fp16 is divided on both sides of the sum, so that neither the addends underflow nor the sum overflows.
+
+    Args:
+        world_size: ranks that hold a gradient each.
+        reduce_dtype: dtype of the buffer that travels.
+        backend: name of the process group's backend, such as "gloo" or "nccl".
+        transport: `AUTO` picks by backend.
+        divide_factor: divide by this instead of the world size.
+    """
+    if transport is Transport.AUTO:
+        transport = Transport.ORDERED if "gloo" in backend else Transport.NATIVE
+    factor = float(world_size if divide_factor is None else divide_factor)
+    if reduce_dtype is torch.float16:
+        # The power of two nearest below sqrt(factor): exact, and it halves the exponent range each side needs.
+        predivide = 2.0 ** math.floor(math.log2(factor) / 2) if factor > 1 else 1.0
+        return Reduction(transport, "sum", predivide, factor / predivide)
+    if transport is Transport.NATIVE and divide_factor is None:
+        return Reduction(transport, "avg")
+    return Reduction(transport, "sum", None, factor)
+
+
+def sum_in_rank_order(pieces: torch.Tensor) -> torch.Tensor:
+    """Add the rows of `pieces` [world, n] from rank 0 upwards, in their own dtype; see [Note: rank order].
+
+    Returns:
+        A new tensor [n].
+    """
+    total = pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    return total

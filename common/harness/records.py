@@ -1,0 +1,176 @@
+"""What a run leaves behind: one `RunRecord` per engine as JSON, its step-0 gradients as tensors beside it.
+
+Records are the only interface between running and judging: comparison and tables read them, never processes.
+
+    runs/<run>/report.json          the job, the verdicts (see `common.harness.compare`)
+    runs/<run>/<engine>.json        a RunRecord
+    runs/<run>/<engine>.grads.pt    {parameter name: whole gradient of step 0}
+
+All floats are stored at full precision, sizes in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CollectiveCount:
+    """How often one kind of collective ran in one phase of a step, and what it carried.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", ...
+        count: operations on one rank.
+        bytes: sum over operations of the whole buffer's size (the gathered output, the unreduced input).
+    """
+
+    phase: str
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Bytes of live tensors on one rank, by allocator events.
+
+    Attributes:
+        start_bytes: live when the step began: parameters and optimizer state.
+        peak_bytes: the most that was live at once during forward, backward and optimizer step.
+    """
+
+    start_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a run took place; times of two environments are never compared."""
+
+    torch: str
+    python: str
+    platform: str
+    machine: str
+    commit: str
+
+    @classmethod
+    def here(cls) -> Environment:
+        """This process's environment; `commit` is "unknown" outside a git checkout."""
+        root = Path(__file__).resolve().parents[2]
+        git = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return cls(
+            torch=torch.__version__,
+            python=platform.python_version(),
+            platform=platform.platform(),
+            machine=platform.machine(),
+            commit=git.stdout.strip() or "unknown",
+        )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one engine did on one job.
+
+    Attributes:
+        engine: the name it was asked for by.
+        job: `JobConfig.to_dict()`.
+        world_size: ranks that took part; 1 for an engine that is not data parallel.
+        environment: where.
+        losses: [step][rank], each rank's mean loss over its own sequences.
+        grad_norms: [step], L2 norm of the whole gradient, summed in float64.
+        grad_digests: [step][parameter], hash of the whole gradient's bits.
+        collectives: one step's collectives on rank 0, once warm.
+        predicted: what the plan says they should be; None where no formula covers the model.
+        memory: one step's peak on each rank, once warm.
+        first_step_s: time of the first step on the slowest rank, compilation included.
+    """
+
+    engine: str
+    job: dict[str, Any]
+    world_size: int
+    environment: Environment
+    losses: list[list[float]]
+    grad_norms: list[float]
+    grad_digests: list[dict[str, str]]
+    collectives: list[CollectiveCount] = field(default_factory=list)
+    predicted: list[CollectiveCount] | None = None
+    memory: list[MemoryPeak] = field(default_factory=list)
+    first_step_s: float = 0.0
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def mean_losses(self) -> list[float]:
+        """[step], the mean over ranks: the loss of the whole batch."""
+        return [sum(ranks) / len(ranks) for ranks in self.losses]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RunRecord:
+        """The record that `to_dict` described.
+
+        Raises:
+            ConfigError: a record of another schema version.
+        """
+        if data.get("schema") != SCHEMA_VERSION:
+            raise ConfigError(
+                f"record: expected schema {SCHEMA_VERSION}, found {data.get('schema')!r}; run the job again"
+            )
+        predicted = data["predicted"]
+        return cls(
+            **data
+            | {
+                "environment": Environment(**data["environment"]),
+                "collectives": [CollectiveCount(**c) for c in data["collectives"]],
+                "predicted": predicted and [CollectiveCount(**c) for c in predicted],
+                "memory": [MemoryPeak(**m) for m in data["memory"]],
+            }
+        )
+
+
+def engine_file(run: Path, engine: str, suffix: str) -> Path:
+    """The file of `engine` in the folder `run`; an import path keeps its dots."""
+    return run / f"{engine}{suffix}"
+
+
+def save_record(run: Path, record: RunRecord, gradients: dict[str, torch.Tensor]) -> None:
+    """Write a record and its step-0 gradients under the folder `run`."""
+    run.mkdir(parents=True, exist_ok=True)
+    engine_file(run, record.engine, ".json").write_text(json.dumps(record.to_dict(), indent=1))
+    torch.save(gradients, engine_file(run, record.engine, ".grads.pt"))
+
+
+def load_record(run: Path, engine: str) -> tuple[RunRecord, dict[str, torch.Tensor]]:
+    """Read a record and its step-0 gradients.
+
+    Raises:
+        ConfigError: no such record, or one of another schema version.
+    """
+    path = engine_file(run, engine, ".json")
+    if not path.is_file():
+        raise ConfigError(f"record: no {path}; runs hold one JSON file per engine")
+    record = RunRecord.from_dict(json.loads(path.read_text()))
+    gradients: dict[str, torch.Tensor] = torch.load(
+        engine_file(run, engine, ".grads.pt"), map_location="cpu", weights_only=True
+    )
+    return record, gradients

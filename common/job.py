@@ -1,0 +1,103 @@
+"""One job: everything that decides what is trained and how it is sharded, as plain data.
+
+A job is the same for every engine that is compared on it; it travels to the ranks and into the records as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ConfigError
+from common.gradient import Transport
+from common.policy import DTYPES, MixedPrecisionPolicy
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+RESHARD = ("always", "never")
+OPTIMIZERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What to train, on how many ranks, sharded how.
+
+    Attributes:
+        model: a name from `common.models`, or `module:function` returning an `nn.Module`.
+        ranks: data-parallel world size.
+        steps: optimizer steps whose loss and gradients are judged.
+        batch: sequences per step over all ranks; must be divisible by `ranks`.
+        seq: tokens per sequence.
+        plan: bucket plan, see `common.plan.build_plan`.
+        reshard_after_forward: "always" frees gathered weights after forward and gathers them again in
+            backward; "never" keeps them.
+        param_dtype: dtype of gathered weights and of compute, a key of `common.policy.DTYPES`.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        backend: what compiles the compiled engine's graph; "eager" leaves it uncompiled.
+        transport: how reductions travel, see `common.gradient`.
+        optimizer: "sgd" or "adamw".
+        lr: learning rate.
+        data: text file, folder of text, or `.bin` of uint16 tokens; None is the standard library's source.
+        seed: decides parameters and batches.
+        dtype: dtype of the parameters themselves, gradients and optimizer state.
+    """
+
+    model: str = "llama-debug"
+    ranks: int = 2
+    steps: int = 10
+    batch: int = 12
+    seq: int = 64
+    plan: str = "block"
+    reshard_after_forward: str = "always"
+    param_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+    backend: str = "inductor"
+    transport: str = Transport.AUTO.value
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    data: str | None = None
+    seed: int = 0
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("steps", 1), ("batch", 1), ("seq", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}: expected a whole number of at least {least}, found {value!r}")
+        choices: tuple[tuple[str, tuple[str, ...]], ...] = (
+            ("reshard_after_forward", RESHARD),
+            ("param_dtype", tuple(DTYPES)),
+            ("reduce_dtype", tuple(DTYPES)),
+            ("dtype", tuple(DTYPES)),
+            ("backend", BACKENDS),
+            ("transport", tuple(t.value for t in Transport)),
+            ("optimizer", OPTIMIZERS),
+        )
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, found {getattr(self, name)!r}")
+        if not self.lr > 0:
+            raise ConfigError(f"lr: expected a positive number, found {self.lr!r}")
+        if self.batch % self.ranks:
+            fits = self.batch + self.ranks - self.batch % self.ranks
+            raise ConfigError(
+                f"batch: {self.batch} sequences do not divide over {self.ranks} ranks; "
+                f"--batch {fits} would (the mean over ranks is the batch mean only with equal shares)"
+            )
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The mixed-precision policy of the sharded model; a dtype equal to the parameters' is no cast."""
+        own, compute = DTYPES[self.dtype], DTYPES[self.param_dtype]
+        return MixedPrecisionPolicy(
+            param_dtype=None if compute is own else compute, reduce_dtype=DTYPES[self.reduce_dtype]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as JSON-ready data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> JobConfig:
+        """The job that `to_dict` described."""
+        return cls(**data)
