@@ -1,0 +1,374 @@
+"""The collectives as graph nodes: recognising them, naming their parameter, building new ones.
+
+`mark_collectives` runs once, on the joint graph, where inputs and gradients can be told apart by identity: it writes
+on each all-gather and reduce-scatter node which parameter it serves. The marks survive partitioning, so every later
+pass groups by parameter name and never by position or by pattern.
+
+    placeholder -> [cast] -> [pad] -> ALL-GATHER -> WAIT -> [slice] -> [view] -> compute
+    compute -> [cast] -> [split, pad, cat] -> REDUCE-SCATTER -> WAIT -> [slice] -> [cast] -> output
+
+Counterpart: fsdp_eager/collectives.py, which packs, launches and unpacks them.
+Source: torchtitan `graph_trainer/fsdp_patterns.py` for the chains. Differs: recognised by the identity of the
+parameter, not by having one placeholder above them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from common.errors import PassError
+from common.gradient import Reduction, Transport
+from fsdp_compiled.torch_private import fake_mode_of, gradient_of_input, index_of_input
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_TO_ALL = c10d.all_to_all_single.default
+WAIT = c10d.wait_tensor.default
+
+_MARK = "fsdp_param"
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.expand.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An all-gather or a reduction of sharded parameters.
+
+    Attributes:
+        param: the parameter it serves; of a bucket, the first one.
+        start: the node that launches it.
+        wait: the node that waits for it.
+    """
+
+    param: str
+    start: Node
+    wait: Node
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Those with the same key may share a message: dtype, (operation,) world size, process group."""
+        return (_val(self.start).dtype, *self.start.args[1:])
+
+
+class Builder:
+    """Adds call nodes to a graph, each with the fake value that later passes and the compiler read."""
+
+    def __init__(self, graph: Graph, like: Node | None = None) -> None:
+        """`like` lends its provenance (which side of a joint graph a node is on) to the nodes that are added."""
+        self.graph = graph
+        self.mode = fake_mode_of(graph)
+        self.provenance = {} if like is None else {k: v for k, v in like.meta.items() if k in _PROVENANCE}
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Insert `target(*args, **kwargs)` at the graph's insertion point."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.provenance)
+        values = torch.fx.node.map_arg((args, kwargs), _val)
+        with self.mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+
+_PROVENANCE = ("partitioner_tag", "seq_nr", "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+
+
+def _val(node: Node) -> Any:
+    return node.meta["val"]
+
+
+def is_call(node: Node, target: object) -> bool:
+    """Whether `node` calls the operator `target`."""
+    return node.op == "call_function" and node.target == target
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` only looks at its input's storage in another shape."""
+    return node.op == "call_function" and node.target in _VIEWS
+
+
+def mark_collectives(gm: GraphModule, *, params: Mapping[int, str]) -> GraphModule:
+    """Write on each all-gather and reduce-scatter of sharded parameters which parameter it serves.
+
+    Args:
+        gm: a joint graph, or the forward graph of inference.
+        params: parameter name by index among the traced function's inputs.
+
+    Raises:
+        PassError: a sharded parameter is computed with, yet nothing recognisable gathers it or reduces its gradient.
+    """
+    gathers = [node for node in gm.graph.nodes if is_call(node, ALL_GATHER)]
+    owners = {node: _placeholder_above(node) for node in gathers}
+    by_placeholder = {
+        node: params[index]
+        for node in gm.graph.find_nodes(op="placeholder")
+        if (index := index_of_input(node)) is not None and index in params
+    }
+    for node, placeholder in owners.items():
+        if placeholder in by_placeholder:
+            node.meta[_MARK] = by_placeholder[placeholder]
+    missed = [
+        name for placeholder, name in by_placeholder.items() if placeholder.users and placeholder not in owners.values()
+    ]
+    if missed:
+        raise PassError(f"trace: parameter {missed[0]!r} is computed with, but no all-gather of it was recognised")
+    output = gm.graph.output_node()
+    for value, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):  # type: ignore[arg-type]
+        index = gradient_of_input(desc)
+        if index is not None and index in params and isinstance(value, Node):
+            starts = _reductions_above(value)
+            if not starts:
+                raise PassError(f"trace: the gradient of {params[index]!r} reaches the output without a reduce-scatter")
+            for start in starts:
+                start.meta[_MARK] = params[index]
+    return gm
+
+
+def _placeholder_above(node: Node) -> Node | None:
+    """The placeholder at the top of a chain of one-input nodes."""
+    while node.op != "placeholder":
+        if len(node.all_input_nodes) != 1:
+            return None
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _reductions_above(node: Node) -> list[Node]:
+    """The reduce-scatters whose results, cast and added, make up `node`."""
+    found: list[Node] = []
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if is_call(node, REDUCE_SCATTER):
+            found.append(node)
+        elif is_view(node) or node.target in (WAIT, aten._to_copy.default, aten.add.Tensor, aten.clone.default):
+            pending += node.all_input_nodes
+    return found
+
+
+def find_gathers(graph: Graph) -> list[Collective]:
+    """The marked all-gathers, in graph order."""
+    return [Collective(node.meta[_MARK], node, _wait(node)) for node in graph.nodes if _is_marked(node, ALL_GATHER)]
+
+
+def find_reductions(graph: Graph) -> list[Collective]:
+    """The marked reduce-scatters, in graph order."""
+    return [Collective(node.meta[_MARK], node, _wait(node)) for node in graph.nodes if _is_marked(node, REDUCE_SCATTER)]
+
+
+def _is_marked(node: Node, target: object) -> bool:
+    return is_call(node, target) and _MARK in node.meta
+
+
+def _wait(start: Node) -> Node:
+    (wait,) = (user for user in start.users if is_call(user, WAIT))
+    return wait
+
+
+def mark(node: Node, params: str) -> None:
+    """Write on a collective that a pass built which parameters it serves."""
+    node.meta[_MARK] = params
+
+
+def merge_repeated_reads(gm: GraphModule) -> GraphModule:
+    """Gather a parameter once and reduce its gradient once, however often the model reads it.
+
+    A weight that is read twice (tied, or used in two places) is traced as two gathers and two reductions whose
+    results are added. The eager engine gathers once, and autograd adds the two whole gradients before the one
+    reduction. Done here the same way, in the same order, the two stay equal to the bit.
+    """
+    graph = gm.graph
+    first: dict[tuple[Any, ...], Collective] = {}
+    for gather in find_gathers(graph):
+        kept = first.setdefault((gather.param, gather.key), gather)
+        if kept is not gather:
+            gather.wait.replace_all_uses_with(kept.wait)
+            graph.erase_node(gather.wait)
+            graph.erase_node(gather.start)
+    reductions: dict[str, list[Collective]] = {}
+    for reduction in find_reductions(graph):
+        reductions.setdefault(reduction.param, []).append(reduction)
+    for several in reductions.values():
+        if len(several) > 1:
+            _merge_reductions(graph, several)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return gm
+
+
+def _merge_reductions(graph: Graph, reductions: list[Collective]) -> None:
+    """Replace add(reduce(a), reduce(b)) by reduce(add(a, b)), keeping the order of the additions."""
+    whole = {_result(reduction.wait): _whole_gradient(reduction) for reduction in reductions}
+    *_, last = reductions
+    results = list(whole)
+    total, summed = results[0], whole[results[0]]
+    head = whole[_result(last.wait)]
+    consumers = [user for user in head.users]  # the last chain's own first node, before anything is added
+    builder = Builder(graph, like=head)
+    pending = set(results[1:])
+    while pending:
+        (add,) = (user for user in total.users if is_call(user, aten.add.Tensor))
+        (other,) = (node for node in add.all_input_nodes if node is not total)
+        if other not in pending:
+            raise PassError(
+                f"trace: the gradient of {last.param!r} is summed from {len(results)} reads in an order that is not "
+                "a chain of additions, so its reductions cannot be merged"
+            )
+        pending.remove(other)
+        pair = [summed, whole[other]] if add.args[0] is total else [whole[other], summed]
+        with graph.inserting_after(max(pair, key=_positions(graph).__getitem__)):
+            summed = builder.call(aten.add.Tensor, *pair)
+        total = add
+    for consumer in consumers:
+        if consumer is not summed and _leads_to(consumer, last.start):
+            consumer.replace_input_with(head, summed)
+    total.replace_all_uses_with(_result(last.wait))
+    stable_topological_sort(graph)
+
+
+def _result(wait: Node) -> Node:
+    """The last node of a reduction's own chain: the shard's gradient in the parameter's dtype."""
+    node = wait
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not (is_view(user) or is_call(user, aten._to_copy.default)):
+            break
+        node = user
+    return node
+
+
+def _whole_gradient(reduction: Collective) -> Node:
+    """The gradient of one read [d0, ...], in the dtype that computed it, before it is cast and padded."""
+    node = reduction.start.all_input_nodes[0]
+    if is_call(node, aten.cat.default):  # uneven rows: split, pad the last pieces, cat
+        node = node.all_input_nodes[0]
+        while node.target in (operator.getitem, aten.constant_pad_nd.default):
+            (node,) = node.all_input_nodes
+        (node,) = node.all_input_nodes  # what was split
+    if is_call(node, aten._to_copy.default):
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _leads_to(node: Node, target: Node) -> bool:
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if node is target:
+            return True
+        new = [user for user in node.users if user not in seen]
+        seen.update(new)
+        pending += new
+    return False
+
+
+def lower_reductions(gm: GraphModule, *, decide: Callable[[torch.dtype], Reduction]) -> GraphModule:
+    """Replace each mean reduce-scatter by the arithmetic of the gradient contract.
+
+    Args:
+        gm: a backward graph.
+        decide: the `Reduction` of a buffer by its dtype, see `common.gradient.plan_reduction`.
+    """
+    graph = gm.graph
+    for reduction in find_reductions(graph):
+        how = decide(_val(reduction.start).dtype)
+        builder = Builder(graph)
+        with graph.inserting_before(reduction.start):
+            source = reduction.start.args[0]
+            if how.predivide is not None:
+                source = builder.call(aten.div.Tensor, source, how.predivide)
+            start = _launch(builder, source, how, reduction.start)
+            mark(start, reduction.param)
+        with graph.inserting_before(reduction.wait):
+            result = builder.call(WAIT, start)
+            if how.transport is Transport.ORDERED:
+                result = _sum_in_rank_order(builder, result, list(_val(reduction.wait).shape))
+            if how.postdivide is not None:
+                result = builder.call(aten.div.Tensor, result, how.postdivide)
+        reduction.wait.replace_all_uses_with(result)
+        graph.erase_node(reduction.wait)
+        graph.erase_node(reduction.start)
+    graph.lint()
+    return gm
+
+
+def _launch(builder: Builder, source: Any, how: Reduction, mean: Node) -> Node:
+    _, _, world_size, group = mean.args
+    if how.transport is Transport.NATIVE:
+        return builder.call(REDUCE_SCATTER, source, how.op, world_size, group)
+    assert isinstance(world_size, int)
+    rows = [_val(source).shape[0] // world_size] * world_size
+    return builder.call(ALL_TO_ALL, source, rows, rows, group)
+
+
+def _sum_in_rank_order(builder: Builder, pieces: Node, shape: list[int]) -> Node:
+    """`common.gradient.sum_in_rank_order`, as nodes."""
+    by_rank = builder.call(aten.view.default, pieces, [-1, *shape])
+    total = builder.call(aten.select.int, by_rank, 0, 0)
+    for rank in range(1, _val(by_rank).shape[0]):
+        total = builder.call(aten.add.Tensor, total, builder.call(aten.select.int, by_rank, 0, rank))
+    return total
+
+
+def find_lowered(graph: Graph) -> list[Node]:
+    """The nodes that start a reduction after lowering, in graph order."""
+    return [node for node in graph.nodes if _MARK in node.meta and node.target in (REDUCE_SCATTER, ALL_TO_ALL)]
+
+
+def stable_topological_sort(graph: Graph) -> None:
+    """Move the nodes that stand before one of their inputs behind it; leave all others in their order."""
+    placed: set[Node] = set()
+    waiting: dict[Node, int] = {}
+    order: list[Node] = []
+
+    def place(node: Node) -> None:
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            placed.add(current)
+            order.append(current)
+            ready = []
+            for user in current.users:
+                if user in waiting:
+                    waiting[user] -= 1
+                    if waiting[user] == 0:
+                        del waiting[user]
+                        ready.append(user)
+            stack += reversed(ready)
+
+    for node in list(graph.nodes):
+        missing = sum(source not in placed for source in node.all_input_nodes)
+        if missing:
+            waiting[node] = missing
+        else:
+            place(node)
+    if waiting:
+        raise PassError(f"reorder: the graph has a cycle through {next(iter(waiting)).name}")
+    output = order[-1]
+    assert output.op == "output"
+    for node in order[:-1]:
+        output.prepend(node)
+
+
+def _positions(graph: Graph) -> dict[Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}

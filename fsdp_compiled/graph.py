@@ -1,0 +1,191 @@
+"""What drives the engine: the backend that takes a traced model through the passes, and the order of those passes.
+
+One training step of the compiled engine, after the first call traced it:
+
+  1. TRACE      Dynamo records forward as one graph; each read of a parameter is a replicate (param.py).
+  2. JOINT      AOTAutograd adds backward: one joint graph of gathers, compute and reduce-scatters.
+                mark_collectives -> merge_repeated_reads -> tag_gathers
+  3. PARTITION  min-cut splits it; tagged gathers are copied into backward instead of being saved (reshard.py).
+  4. FORWARD    bucket_gathers -> prefetch_gathers
+  5. BACKWARD   check_resharded -> bucket_reductions -> lower_reductions -> bucket_gathers -> prefetch_gathers
+                -> delay_reduction_waits
+  6. COMPILE    each graph runs as it is ("aot_eager"), or Inductor compiles it, its own reordering switched off.
+
+Every pass is `(gm, *, ...) -> gm`, its configuration bound by `functools.partial`; the runner knows none of them.
+
+Counterpart: none; fsdp_eager/state.py is what drives the other engine.
+Source: torchtitan `graph_trainer` for the pass signature; torch 2.13 `compile_fx` for where the graphs pass by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from common.errors import EngineError
+from common.gradient import Reduction, Transport, plan_reduction
+from common.plan import BucketPlan
+from fsdp_compiled import torch_private
+from fsdp_compiled.bucket import bucket_gathers, bucket_reductions
+from fsdp_compiled.collectives import lower_reductions, mark_collectives, merge_repeated_reads
+from fsdp_compiled.reshard import check_resharded, tag_gathers
+from fsdp_compiled.schedule import delay_reduction_waits, prefetch_gathers
+
+Pass = Callable[[GraphModule], GraphModule]
+
+# What Inductor may not touch: the order of the collectives is the plan's, and its own passes must not bucket again.
+_INDUCTOR = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    # Different ranks hold different shard sizes; cached graphs would skip the passes.
+    "fx_graph_cache": False,
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes of one model, by the graph they run on.
+
+    Attributes:
+        plan: which parameters travel together.
+        mesh: 1-D; its process group carries the collectives.
+        transport: how reductions travel.
+    """
+
+    plan: BucketPlan
+    mesh: DeviceMesh
+    transport: Transport
+
+    def joint(self, params: Mapping[int, str]) -> list[Pass]:
+        """Passes over the joint graph."""
+        return [
+            partial(mark_collectives, params=params),
+            merge_repeated_reads,
+            partial(tag_gathers, plan=self.plan),
+        ]
+
+    def forward(self) -> list[Pass]:
+        """Passes over the forward graph."""
+        return [partial(bucket_gathers, plan=self.plan), partial(prefetch_gathers, plan=self.plan)]
+
+    def backward(self) -> list[Pass]:
+        """Passes over the backward graph."""
+        return [
+            check_resharded,
+            partial(bucket_reductions, plan=self.plan),
+            partial(lower_reductions, decide=self.decide),
+            *self.forward(),
+            delay_reduction_waits,
+        ]
+
+    def inference(self, params: Mapping[int, str]) -> list[Pass]:
+        """Passes over a forward that no backward follows."""
+        return [partial(mark_collectives, params=params), merge_repeated_reads, *self.forward()]
+
+    def decide(self, dtype: torch.dtype) -> Reduction:
+        """The gradient contract for a buffer of `dtype`."""
+        group = self.mesh.get_group()
+        return plan_reduction(
+            world_size=self.mesh.size(),
+            reduce_dtype=dtype,
+            backend=str(dist.get_backend(group)),
+            transport=self.transport,
+        )
+
+
+class GraphCompiler:
+    """Takes one traced model through the passes and hands each graph to what runs it.
+
+    Args:
+        pipeline: the passes.
+        params: parameter name by index among the traced function's inputs.
+    """
+
+    def __init__(self, pipeline: Pipeline, params: Mapping[int, str]) -> None:
+        self.pipeline = pipeline
+        self.params = params
+
+    def joint(self, gm: GraphModule, inputs: object = None) -> GraphModule:
+        """Rewrite the joint graph; what AOTAutograd calls between tracing and partitioning."""
+        return self.run(gm, self.pipeline.joint(self.params))
+
+    def split(self, gm: GraphModule, is_backward: bool, is_inference: bool) -> GraphModule:
+        """Rewrite the forward or backward graph that the partitioner made, or the forward of inference."""
+        if is_inference:
+            return self.run(gm, self.pipeline.inference(self.params))
+        return self.run(gm, self.pipeline.backward() if is_backward else self.pipeline.forward())
+
+    def run(self, gm: GraphModule, passes: Sequence[Pass]) -> GraphModule:
+        """Run `passes` over `gm` in order; at world size 1 nothing travels and nothing is rewritten."""
+        if self.pipeline.mesh.size() > 1:
+            for graph_pass in passes:
+                gm = graph_pass(gm)
+            gm.recompile()
+        return gm
+
+    def aot_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Run the rewritten graphs operator by operator: the arithmetic of eager PyTorch."""
+
+        def compiler(is_backward: bool, is_inference: bool) -> Callable[..., Any]:
+            def compile_graph(graph: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+                return torch_private.boxed(self.split(graph, is_backward, is_inference), graph_inputs)
+
+            return compile_graph
+
+        with torch_private.functorch_patch(joint_custom_pass=self.joint, enable_autograd_cache=False):
+            backend = torch_private.aot_autograd(
+                fw_compiler=compiler(is_backward=False, is_inference=False),
+                bw_compiler=compiler(is_backward=True, is_inference=False),
+                inference_compiler=compiler(is_backward=False, is_inference=True),
+                partition_fn=torch_private.min_cut_rematerialization_partition,
+            )
+            return backend(gm, inputs)
+
+    def inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Let Inductor compile the rewritten graphs, keeping their order."""
+
+        def inner(graph: GraphModule, graph_inputs: Sequence[Any], **options: Any) -> Any:
+            graph = self.split(graph, options.get("is_backward", False), options.get("is_inference", False))
+            with torch_private.inductor_patch(_INDUCTOR):
+                return torch_private.compile_fx_inner(graph, graph_inputs, **options)
+
+        with torch_private.functorch_patch(joint_custom_pass=self.joint, enable_autograd_cache=False):
+            return cast(Callable[..., Any], torch_private.compile_fx(gm, inputs, inner_compile=inner))
+
+
+def compile_model(model: nn.Module, pipeline: Pipeline, backend: str) -> None:
+    """Compile `model`'s forward, and the backward that follows from it, in place and as one graph.
+
+    Args:
+        model: sharded, its parameters replicated on read.
+        pipeline: the passes.
+        backend: "aot_eager" or "inductor".
+
+    Raises:
+        EngineError: (at the first call) a traced graph reads sharded values that are no parameters of the model.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        params = {i: names[id(value)] for i, value in enumerate(inputs) if id(value) in names}
+        foreign = sum(isinstance(value, DTensor) and id(value) not in names for value in inputs)
+        if foreign:
+            raise EngineError(
+                f"compiled engine: {foreign} of {len(inputs)} inputs of a traced graph are DTensors, yet no parameters "
+                f"of {type(model).__name__}; were parameters replaced after sharding? Change values in place instead"
+            )
+        compiler = GraphCompiler(pipeline, params)
+        return compiler.aot_eager(gm, inputs) if backend == "aot_eager" else compiler.inductor(gm, inputs)
+
+    model.compile(backend=compile_graph, fullgraph=True, dynamic=False)

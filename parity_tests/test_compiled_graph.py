@@ -1,0 +1,384 @@
+"""What the passes make of the graph: counts, order, payload, memory; in one process, on a fake process group."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
+
+from common.errors import ConfigError, EngineError, PassError
+from common.gradient import Transport
+from common.mesh import build_mesh
+from common.plan import build_plan
+from common.policy import MixedPrecisionPolicy
+from fsdp_compiled import SimpleFSDPModule, bucket, collectives, data_parallel, graph, torch_private
+from parity_tests.graph_cases import (
+    ALL_TO_ALL,
+    GATHER,
+    MATMULS,
+    REDUCE_SCATTER,
+    WAIT,
+    Net,
+    calls,
+    fake_ranks,
+    sources,
+    trace,
+)
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def traced(
+    plan: str = "block",
+    *,
+    world_size: int = 4,
+    reshard_after_forward: bool = True,
+    prefetch: bool = True,
+    transport: Transport = Transport.NATIVE,
+    policy: MixedPrecisionPolicy | None = None,
+    model: nn.Module | None = None,
+    train: bool = True,
+) -> list[Graph]:
+    """The graphs of one step of a sharded `Net` (or `model`)."""
+    model = model or Net()
+    buckets = build_plan(model, plan, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+    with fake_ranks(world_size):
+        data_parallel(model, build_mesh(), plan=buckets, mp_policy=policy, backend="aot_eager", transport=transport)
+        return trace(model, TOKENS, train=train)
+
+
+# What a backward under aot_eager takes as an argument: matmul weights, and both parameters of LayerNorm.
+READ_BY_BACKWARD = {"param": 3 * (2 + 2) + 2 + 1, "block": 3 + 1, "model": 1}
+BUCKETS = {"param": 3 * (4 + 2) + 1 + 2 + 1, "block": 3 + 2, "model": 1}
+
+
+@pytest.mark.parametrize("plan", ["param", "block", "model"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_collectives_per_graph_are_those_of_the_plan(plan: str, reshard_after_forward: bool) -> None:
+    """One gather per bucket in forward, one per bucket that backward reads, one reduction per bucket."""
+    forward, backward = traced(plan, reshard_after_forward=reshard_after_forward)
+    assert len(calls(forward, GATHER)) == BUCKETS[plan]
+    assert len(calls(backward, GATHER)) == (READ_BY_BACKWARD[plan] if reshard_after_forward else 0)
+    assert len(calls(backward, REDUCE_SCATTER)) == BUCKETS[plan]
+    assert not calls(forward, REDUCE_SCATTER, ALL_TO_ALL)
+
+
+def test_named_plan_leaves_the_rest_in_one_bucket() -> None:
+    """Buckets by name are kept as named, across modules, and what is left over travels together."""
+    forward, backward = traced("blocks.0+blocks.2,norm")
+    assert len(calls(forward, GATHER)) == len(calls(backward, REDUCE_SCATTER)) == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+def test_message_sizes_are_padded_shards_times_ranks(world_size: int) -> None:
+    """A gather returns, and a reduction takes, world * sum of ceil(d0 / world) * rest elements of its bucket."""
+    model = Net()
+    plan = build_plan(model, "block")
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    expected = [
+        world_size * sum(-(-shapes[p][0] // world_size) * shapes[p][1:].numel() for p in bucket.params)
+        for bucket in plan.buckets
+    ]
+    forward, backward = traced(world_size=world_size, model=model)
+    assert [node.meta["val"].numel() for node in calls(forward, GATHER)] == expected
+    reduced = [node.args[0].meta["val"].numel() for node in calls(backward, REDUCE_SCATTER)]
+    assert reduced == list(reversed(expected))
+
+
+def test_payload_of_a_gather_is_in_registration_order() -> None:
+    """The block uses norm, up, down but registers down, up, norm: its message is packed as registered."""
+    forward, _ = traced()
+    block = calls(forward, GATHER)[1]
+    names = [source.meta["val"].shape for source in sources(block)]
+    assert names == [(3, 14), (3,), (4, 10), (4,), (3,), (3,)]  # rank 0 of 4: down, up, norm; weight before bias
+
+
+def test_payload_of_a_reduction_is_in_registration_order() -> None:
+    """The same order as the gather's, whatever order backward produces gradients in."""
+    _, backward = traced()
+    packed = calls(backward, REDUCE_SCATTER)[1].args[0]
+    assert isinstance(packed, Node)
+    (cat,) = packed.all_input_nodes
+    sizes = [side.meta["val"].shape[1] for side in cat.all_input_nodes]
+    assert sizes == [3 * 14, 3, 4 * 10, 4, 3, 3]
+
+
+def order(graph: Graph) -> str:
+    """The graph as a string: A gather, R reduction, w its wait, W a gather's wait, m matmul."""
+    letters = {GATHER: "A", REDUCE_SCATTER: "R", ALL_TO_ALL: "R"} | dict.fromkeys(MATMULS, "m")
+    text = ""
+    for node in calls(graph, WAIT, *letters):
+        text += letters.get(node.target) or ("W" if node.args[0].target is GATHER else "w")
+    return text
+
+
+def test_forward_launches_the_next_gather_before_this_blocks_compute() -> None:
+    """Each gather but the first stands before the wait of the one ahead, so it travels during that one's matmuls."""
+    forward, _ = traced()
+    assert order(forward) == "A" + "AW" + 3 * "AWmm" + "Wm"
+
+
+def test_without_prefetch_a_gather_waits_for_its_turn() -> None:
+    """The plan's prefetch flag is what moves the gathers: without it each is launched where it is needed."""
+    forward, _ = traced(prefetch=False)
+    assert order(forward) == "AW" + 3 * "AWmm" + "AWm"
+
+
+def test_backward_overlaps_gathers_and_reductions_with_compute() -> None:
+    """A gather is launched before the matmuls of the block ahead, a reduction waited for after the next is launched."""
+    _, backward = traced()
+    text = order(backward)
+    assert text.count("A") == 4 and text.count("R") == 5
+    launched = [i for i, letter in enumerate(text) if letter == "A"]
+    waited = [i for i, letter in enumerate(text) if letter == "W"]
+    assert all(launched[i + 1] < waited[i] for i in range(3))
+    reduced = [i for i, letter in enumerate(text) if letter == "R"]
+    finished = [i for i, letter in enumerate(text) if letter == "w"]
+    assert all(reduced[i + 1] < finished[i] for i in range(4))
+    assert all("m" in text[waited[i] : waited[i + 1]] for i in range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_transport_adds_ranks_in_order(dtype: torch.dtype) -> None:
+    """The reduction travels as an all-to-all and is summed as ((r0 + r1) + r2) + r3, then divided by 4."""
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    _, backward = traced("model", transport=Transport.ORDERED, policy=policy)
+    assert not calls(backward, REDUCE_SCATTER)
+    (start,) = calls(backward, ALL_TO_ALL)
+    assert start.meta["val"].dtype is dtype
+    (node,) = calls(backward, torch.ops.aten.div.Tensor)
+    assert node.args[1] == 4
+    node = node.args[0]
+    for rank in (3, 2, 1):
+        assert node.target is torch.ops.aten.add.Tensor
+        node, piece = node.args
+        assert piece.target is torch.ops.aten.select.int and piece.args[2] == rank
+    assert node.target is torch.ops.aten.select.int and node.args[2] == 0
+
+
+def test_mixed_precision_moves_the_narrow_dtype_and_reduces_in_the_wide_one() -> None:
+    """bf16 is cast before the gather, gradients are cast before the reduction."""
+    forward, backward = traced(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert {node.meta["val"].dtype for node in calls(forward, GATHER)} == {torch.bfloat16}
+    assert {node.meta["val"].dtype for node in calls(backward, GATHER)} == {torch.bfloat16}
+    assert {node.meta["val"].dtype for node in calls(backward, REDUCE_SCATTER)} == {torch.float32}
+
+
+def test_resharding_saves_shards_and_never_a_gathered_weight() -> None:
+    """Everything forward hands to backward is smaller than any whole weight, or an activation."""
+    forward, _ = traced()
+    saved = forward.output_node().all_input_nodes
+    derived = [node for node in saved if node.op != "placeholder" and set(map(_is_param, sources(node))) == {True}]
+    assert not derived
+    forward, _ = traced(reshard_after_forward=False)
+    saved = forward.output_node().all_input_nodes
+    assert any(node.op != "placeholder" and set(map(_is_param, sources(node))) == {True} for node in saved)
+
+
+def _is_param(placeholder: Node) -> bool:
+    return placeholder.meta["val"].is_floating_point()
+
+
+def test_a_weight_read_several_times_travels_once() -> None:
+    """Tied weights are gathered once per direction and reduced once, in one bucket."""
+    model = Net(tied=True)
+    forward, backward = traced(model=model)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    assert len(calls(forward, GATHER)) == len(calls(backward, GATHER)) == 4
+    assert len(calls(backward, REDUCE_SCATTER)) == 4
+
+
+class ReadThrice(nn.Module):
+    """One weight, three reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 10)
+        self.square = nn.Linear(10, 10, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [batch, seq] to [batch, seq, 10]."""
+        return self.square(self.square(self.square(self.embed(tokens))))
+
+
+def test_three_reads_of_one_weight_are_one_gather_and_one_reduction() -> None:
+    """Also under the plan `param`, where no bucket hides a repeated gather."""
+    forward, backward = traced("param", model=ReadThrice())
+    assert len(calls(forward, GATHER)) == 2
+    assert len(calls(backward, GATHER)) == 1
+    assert len(calls(backward, REDUCE_SCATTER)) == 2
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    """A frozen block stays frozen, is gathered in forward, and sends no gradient."""
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    forward, backward = traced(model=model)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        name for name, _ in model.named_parameters() if name.startswith("blocks.1.")
+    ]
+    assert len(calls(forward, GATHER)) == 5
+    assert len(calls(backward, REDUCE_SCATTER)) == 4
+
+
+def test_inference_buckets_and_prefetches_too() -> None:
+    """A forward without gradients has the same gathers in the same order, and no second graph."""
+    (forward,) = traced(train=False)
+    assert len(calls(forward, GATHER)) == 5
+    assert order(forward) == order(traced()[0])
+
+
+def test_two_models_of_one_class_keep_their_own_policies() -> None:
+    """The swapped class holds no policy: the second model computes in its own dtype."""
+    with fake_ranks(2):
+        first, second = Net(), Net()
+        for model, policy in ((first, MixedPrecisionPolicy(torch.bfloat16)), (second, MixedPrecisionPolicy())):
+            data_parallel(model, build_mesh(), mp_policy=policy, backend="aot_eager")
+        assert first(TOKENS).dtype is torch.bfloat16
+        assert second(TOKENS).dtype is torch.float32
+
+
+def test_parameters_stay_what_they_were() -> None:
+    """Names, order, global shapes, requires_grad and classes survive; values are sharded DTensors."""
+    plain = Net()
+    plain.blocks[0].norm.weight.requires_grad_(False)
+    sharded = copy.deepcopy(plain)
+    with fake_ranks(4, rank=3):
+        data_parallel(sharded, build_mesh(), backend="aot_eager")
+        state = sharded.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for (name, old), (other, new) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+            assert name == other and isinstance(new, nn.Parameter) and isinstance(new.data, DTensor)
+            assert (new.shape, new.requires_grad, new.dtype) == (old.shape, old.requires_grad, old.dtype)
+            assert isinstance(state[name], DTensor) and state[name].stride() == old.stride()
+            rows = old.detach().chunk(4)
+            assert torch.equal(new.to_local(), rows[3] if len(rows) > 3 else old.detach()[:0])
+    assert isinstance(sharded.head, nn.Linear) and isinstance(sharded.head, SimpleFSDPModule)
+
+
+def test_inputs_and_outputs_of_the_root_are_cast_outside_the_graph() -> None:
+    """Floating inputs of the root reach the graph in the compute dtype, and its output leaves in the output dtype."""
+    with fake_ranks(2):
+        model = nn.Linear(6, 4)
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+        data_parallel(model, build_mesh(), mp_policy=policy, plan=build_plan(model, "model"), backend="aot_eager")
+        assert model(torch.ones(2, 6)).dtype is torch.float64
+
+
+def test_output_dtype_is_cast_at_the_end() -> None:
+    """The policy's output dtype is what the model returns, with compute in another."""
+    with fake_ranks(2):
+        model = Net()
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+        data_parallel(model, build_mesh(), mp_policy=policy, backend="aot_eager")
+        assert model(TOKENS).dtype is torch.float64
+
+
+def test_dtypes_of_one_bucket_travel_apart() -> None:
+    """A bucket that holds bf16 and fp32 parameters sends one message per dtype, both by the plan's names."""
+    model = Net()
+    model.blocks[1].norm.to(torch.float64)
+    model.blocks[1].register_forward_pre_hook(lambda block, args: (args[0].double(),))
+    model.blocks[1].up.to(torch.float64)
+    model.blocks[1].down.weight.data = model.blocks[1].down.weight.data.double()
+    model.blocks[1].down.bias.data = model.blocks[1].down.bias.data.double()
+    model.blocks[1].register_forward_hook(lambda block, args, output: output.float())
+    forward, _ = traced("model", model=model)
+    assert sorted(str(node.meta["val"].dtype) for node in calls(forward, GATHER)) == ["torch.float32", "torch.float64"]
+
+
+class ReturnsWeight(Net):
+    """Hands a whole weight to its caller."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits and the head's weight, flattened into one tensor."""
+        return torch.cat([super().forward(tokens).flatten(), self.head.weight.flatten()])
+
+
+def test_a_weight_that_the_model_returns_is_still_resharded() -> None:
+    """What the caller holds is the caller's; backward gathers again all the same."""
+    _, backward = traced(model=ReturnsWeight())
+    assert len(calls(backward, GATHER)) == 4
+
+
+def test_an_unrecognised_gather_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the trace ever stops looking as expected, nothing is left unbucketed in silence."""
+    monkeypatch.setattr(collectives, "ALL_GATHER", None)
+    with pytest.raises(Exception, match="no all-gather of it was recognised") as error:
+        traced()
+    assert isinstance(error.value.__cause__ or error.value, (PassError, RuntimeError))
+
+
+def test_a_pass_that_leaves_a_bucket_in_pieces_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucketing that merges nothing does not pass for bucketing."""
+    monkeypatch.setattr(bucket, "_merge_gathers", lambda graph, gathers: None)
+    with pytest.raises(Exception, match="expected one all-gather, found one each for"):
+        traced()
+
+
+def test_a_partitioner_that_ignores_the_tags_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights kept against the plan's word, silent ZeRO-2 memory, are refused."""
+    partition = torch_private.min_cut_rematerialization_partition
+
+    def deaf(joint: torch.fx.GraphModule, *args: object, **kwargs: object) -> object:
+        for node in joint.graph.nodes:
+            node.meta.pop("recompute", None)
+        return partition(joint, *args, **kwargs)
+
+    monkeypatch.setattr(torch_private, "min_cut_rematerialization_partition", deaf)
+    with pytest.raises(Exception, match="forward keeps the gathered weight"):
+        traced()
+
+
+def test_without_tags_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recompute tag is what reshards: without it backward gathers nothing, whatever the plan says."""
+    monkeypatch.setattr(graph, "tag_gathers", lambda gm, plan: gm)
+    _, backward = traced()
+    assert not calls(backward, GATHER)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: _with_param(torch.tensor(1.0)), "'scale' is a scalar"),
+        (lambda: _with_param(torch.zeros(4, 3).t()), "'scale' is not contiguous"),
+    ],
+)
+def test_unshardable_parameters_are_named(model: object, message: str) -> None:
+    """The error names the parameter and the way out."""
+    with fake_ranks(2), pytest.raises(EngineError, match=message):
+        data_parallel(model(), build_mesh(), backend="aot_eager")  # type: ignore[operator]
+
+
+def _with_param(value: torch.Tensor) -> nn.Module:
+    module = Net()
+    module.scale = nn.Parameter(value)
+    return module
+
+
+def test_sharding_twice_is_an_error() -> None:
+    """A model that is sharded already is refused, by the name of a parameter."""
+    with fake_ranks(2):
+        model = Net()
+        data_parallel(model, build_mesh(), backend="aot_eager")
+        with pytest.raises(EngineError, match=r"'embed.weight' is a DTensor already"):
+            data_parallel(model, build_mesh(), backend="aot_eager")
+
+
+def test_the_uncompiled_form_refuses_what_only_a_graph_can_do() -> None:
+    """Backend "eager" neither buckets nor reshards nor reorders; asked for it, it says which options to change."""
+    options = "--plan param --reshard-after-forward never --transport native"
+    with fake_ranks(2), pytest.raises(ConfigError, match=options):
+        data_parallel(Net(), build_mesh(), backend="eager")
+
+
+def test_at_world_size_one_nothing_travels() -> None:
+    """One rank has all rows: no collective in either graph, while the compute dtype still holds."""
+    forward, backward = traced(world_size=1, policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert not calls(forward, GATHER, REDUCE_SCATTER, ALL_TO_ALL, WAIT)
+    assert not calls(backward, GATHER, REDUCE_SCATTER, ALL_TO_ALL, WAIT)
+    assert {node.meta["val"].dtype for node in calls(forward, *MATMULS)} == {torch.bfloat16}

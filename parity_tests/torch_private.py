@@ -1,0 +1,11 @@
+"""The private torch names that tests use. Seen in torch 2.11 to 2.14."""
+
+from __future__ import annotations
+
+# Reads back the code Inductor generated, to see that the order of the collectives survived to what runs.
+from torch._inductor.utils import run_and_get_code
+
+# A process group of any size in one process: compiled graphs can be looked at without ranks.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["FakeStore", "run_and_get_code"]
