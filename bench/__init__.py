@@ -1,1 +1,1 @@
-"""TODO"""
+"""The command line: runs comparisons and shows their records. Nothing imports it but its own tests."""

@@ -212,6 +212,11 @@ def merge_repeated_reads(gm: GraphModule) -> GraphModule:
         if len(several) > 1:
             _merge_reductions(graph, several)
     graph.eliminate_dead_code()
+    for reduction in find_reductions(graph):
+        if not reduction.wait.users:  # a wait counts as a side effect, so that it outlives its users
+            graph.erase_node(reduction.wait)
+            graph.erase_node(reduction.start)
+    graph.eliminate_dead_code()
     graph.lint()
     return gm
 

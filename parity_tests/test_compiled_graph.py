@@ -183,13 +183,17 @@ def _is_param(placeholder: Node) -> bool:
     return placeholder.meta["val"].is_floating_point()
 
 
-def test_a_weight_read_several_times_travels_once() -> None:
-    """Tied weights are gathered once per direction and reduced once, in one bucket."""
+def test_a_tied_weight_travels_once() -> None:
+    """Tied weights are gathered and reduced once, whether or not a bucket could hide a repetition."""
     model = Net(tied=True)
-    forward, backward = traced(model=model)
+    forward, backward = traced("param", model=model)
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
-    assert len(calls(forward, GATHER)) == len(calls(backward, GATHER)) == 4
-    assert len(calls(backward, REDUCE_SCATTER)) == 4
+    assert len(calls(forward, GATHER)) == len(calls(backward, REDUCE_SCATTER)) == BUCKETS["param"] - 1
+    assert len(calls(backward, GATHER)) == READ_BY_BACKWARD["param"]
+    forward, backward = traced(model=Net(tied=True))
+    assert len(calls(forward, GATHER)) == len(calls(backward, GATHER)) == len(calls(backward, REDUCE_SCATTER)) == 4
+    packed = calls(backward, REDUCE_SCATTER)[-1].args[0]
+    assert isinstance(packed, Node) and packed.meta["val"].numel() == 4 * (4 * 10 + 3 + 3)
 
 
 class ReadThrice(nn.Module):

@@ -6,13 +6,15 @@ Records are the only interface between running and judging: comparison and table
     runs/<run>/<engine>.json        a RunRecord
     runs/<run>/<engine>.grads.pt    {parameter name: whole gradient of step 0}
 
-All floats are stored at full precision, sizes in bytes, times in seconds.
+All floats are stored at full precision, sizes in bytes, times in seconds. JSON has no number for NaN and the
+infinities: they are stored as the strings "nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import subprocess
 from dataclasses import dataclass, field
@@ -48,7 +50,8 @@ class MemoryPeak:
     """Bytes of live tensors on one rank, by allocator events.
 
     Attributes:
-        start_bytes: live when the step began: parameters and optimizer state.
+        start_bytes: live when the step began: parameters, buffers, optimizer state, and whatever else the engine
+            keeps from step to step.
         peak_bytes: the most that was live at once during forward, backward and optimizer step.
     """
 
@@ -97,10 +100,12 @@ class RunRecord:
         losses: [step][rank], each rank's mean loss over its own sequences.
         grad_norms: [step], L2 norm of the whole gradient, summed in float64.
         grad_digests: [step][parameter], hash of the whole gradient's bits.
+        param_norms: [step][parameter], L2 norm of each parameter's whole gradient, in float64.
         collectives: one step's collectives on rank 0, once warm.
         predicted: what the plan says they should be; None where no formula covers the model.
         memory: one step's peak on each rank, once warm.
         first_step_s: time of the first step on the slowest rank, compilation included.
+        process_group: backend of the process group; it decides how reductions travel, see `common.gradient`.
     """
 
     engine: str
@@ -110,10 +115,12 @@ class RunRecord:
     losses: list[list[float]]
     grad_norms: list[float]
     grad_digests: list[dict[str, str]]
+    param_norms: list[dict[str, float]]
     collectives: list[CollectiveCount] = field(default_factory=list)
     predicted: list[CollectiveCount] | None = None
     memory: list[MemoryPeak] = field(default_factory=list)
     first_step_s: float = 0.0
+    process_group: str = "gloo"
     schema: int = SCHEMA_VERSION
 
     @property
@@ -123,7 +130,8 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-ready data."""
-        return dataclasses.asdict(self)
+        data: dict[str, Any] = json_ready(dataclasses.asdict(self))
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunRecord:
@@ -144,8 +152,25 @@ class RunRecord:
                 "collectives": [CollectiveCount(**c) for c in data["collectives"]],
                 "predicted": predicted and [CollectiveCount(**c) for c in predicted],
                 "memory": [MemoryPeak(**m) for m in data["memory"]],
+                # float() also reads the strings that stand for numbers which are not finite
+                "losses": [[float(loss) for loss in ranks] for ranks in data["losses"]],
+                "grad_norms": [float(norm) for norm in data["grad_norms"]],
+                "param_norms": [{name: float(norm) for name, norm in step.items()} for step in data["param_norms"]],
             }
         )
+
+
+Run = tuple[RunRecord, dict[str, torch.Tensor]]
+"""A record, and the whole gradients of step 0 by parameter: what is judged."""
+
+
+def json_ready(data: Any) -> Any:
+    """Nested data with its floats that are not finite written as strings."""
+    if isinstance(data, dict):
+        return {key: json_ready(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [json_ready(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def engine_file(run: Path, engine: str, suffix: str) -> Path:
@@ -153,15 +178,16 @@ def engine_file(run: Path, engine: str, suffix: str) -> Path:
     return run / f"{engine}{suffix}"
 
 
-def save_record(run: Path, record: RunRecord, gradients: dict[str, torch.Tensor]) -> None:
-    """Write a record and its step-0 gradients under the folder `run`."""
+def save_record(run: Path, record: RunRecord, gradients: dict[str, torch.Tensor], *, name: str | None = None) -> None:
+    """Write a record and its step-0 gradients under the folder `run`, as `name` or else as its engine."""
     run.mkdir(parents=True, exist_ok=True)
-    engine_file(run, record.engine, ".json").write_text(json.dumps(record.to_dict(), indent=1))
-    torch.save(gradients, engine_file(run, record.engine, ".grads.pt"))
+    name = name or record.engine
+    engine_file(run, name, ".json").write_text(json.dumps(record.to_dict(), indent=1, allow_nan=False))
+    torch.save(gradients, engine_file(run, name, ".grads.pt"))
 
 
-def load_record(run: Path, engine: str) -> tuple[RunRecord, dict[str, torch.Tensor]]:
-    """Read a record and its step-0 gradients.
+def load_record(run: Path, engine: str) -> Run:
+    """Read a record and its step-0 gradients, by the name they were saved under.
 
     Raises:
         ConfigError: no such record, or one of another schema version.

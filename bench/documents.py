@@ -1,0 +1,148 @@
+"""What each command has to say, as one document that `render` writes in any format.
+
+A comparison's document is made from what is stored of it and nothing else, so that `show` prints what `compare` did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from bench import tables, views
+from bench.judge import is_main
+from bench.store import Comparison
+from common.harness.records import json_ready
+from common.job import JobConfig
+
+SCHEMA_VERSION = 1
+"""Of the JSON that is printed."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table.
+
+    Attributes:
+        name: what machine formats call it.
+        data: for machines, at full precision.
+        view: for people, cells as text; None for a table that only machine formats hold.
+        notes: what has to be known to read the view.
+    """
+
+    name: str
+    title: str
+    data: pd.DataFrame
+    view: pd.DataFrame | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tables with a title.
+
+    Attributes:
+        holds: the verdict that the title tells; None if there is none to tell.
+        lines: what stands between title and tables; of a failed comparison, why.
+        machine: what JSON holds besides the tables.
+    """
+
+    title: str
+    holds: bool | None
+    lines: tuple[str, ...]
+    sections: tuple[Section, ...]
+    machine: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document as JSON-ready data."""
+        rows = {section.name: section.data.to_dict(orient="records") for section in self.sections}
+        data: dict[str, Any] = json_ready({"schema": SCHEMA_VERSION, **self.machine, "tables": rows})
+        return data
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """The verdict, then loss, gradients, memory and collectives."""
+    records = {name: record.to_dict() for name, record in comparison.records.items()}
+    return Document(
+        title=_headline(comparison),
+        holds=comparison.holds,
+        lines=(*comparison.failures, _describe(comparison)),
+        sections=_sections(comparison),
+        machine=comparison.to_dict() | {"records": records},
+    )
+
+
+def _sections(comparison: Comparison) -> tuple[Section, ...]:
+    records, reports = comparison.records, comparison.reports
+    verdict, loss = tables.verdict_table(reports), tables.loss_table(records)
+    gradients, memory = tables.gradient_table(reports), tables.memory_table(records)
+    collectives = tables.collective_table(records)
+    return (
+        Section(
+            "verdict",
+            "Parity",
+            verdict,
+            views.view_verdict(verdict),
+            ("margin: how many times the limit of the asked grade exceeds the error, at the tightest of its checks",),
+        ),
+        Section("loss", "Loss", loss, views.view_loss(loss), _loss_notes(comparison.job.steps)),
+        Section(
+            "gradients",
+            "Gradients of step 0",
+            gradients,
+            views.view_gradients(gradients),
+            (
+                "error: relative L2 distance of the worst parameter's gradient to a float64 run of the same step; "
+                "max ulp is large where an element is near zero",
+            ),
+        ),
+        Section("parameters", "Gradients of step 0, by parameter", tables.parameter_table(reports)),
+        Section(
+            "memory",
+            "Memory",
+            memory,
+            views.view_memory(memory),
+            ("tracked bytes of live tensors during one step, the most of any rank; buffers of gloo are not counted",),
+        ),
+        Section(
+            "collectives",
+            "Collectives of one step",
+            collectives,
+            views.view_collectives(collectives),
+            _collective_notes(collectives),
+        ),
+    )
+
+
+def _headline(comparison: Comparison) -> str:
+    passed = sum(report.passed for report in comparison.reports)
+    total = len(comparison.reports)
+    main = next((report for report in comparison.reports if is_main(report)), None)
+    subject = "" if main is None else f": compiled agrees with eager (asked {main.asked}, reached {main.reached})"
+    if comparison.holds:
+        return f"PARITY HOLDS{subject}; {passed} of {total} comparisons pass"
+    return f"PARITY DOES NOT HOLD: {passed} of {total} comparisons pass"
+
+
+def _describe(comparison: Comparison) -> str:
+    job: JobConfig = comparison.job
+    first = next(iter(comparison.records.values()))
+    return (
+        f"{job.model}, {job.ranks} ranks on {first.process_group}, {job.steps} steps of {job.batch} x {job.seq} tokens "
+        f"from {job.data or 'the standard library'}, {job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
+        f"reshard after forward {job.reshard_after_forward}, compute {job.param_dtype}, reduce {job.reduce_dtype}, "
+        f"transport {job.transport}, backend {job.backend}; torch {first.environment.torch}"
+    )
+
+
+def _loss_notes(steps: int) -> tuple[str, ...]:
+    shown = len(views.shown_steps(steps))
+    return (f"{shown} of {steps} steps; csv and json hold all, with gradient norms",) if shown < steps else ()
+
+
+def _collective_notes(collectives: pd.DataFrame) -> tuple[str, ...]:
+    notes = ["one rank's, with the size of the whole buffer"]
+    if "all_to_all" in set(collectives["kind"]):
+        notes.append("reductions travel as all_to_all and are summed in rank order, see common/gradient.py")
+    return ("; ".join(notes),)

@@ -1,0 +1,114 @@
+"""Which runs of a comparison are judged against each other, and what fails the whole of it.
+
+Judged are: each candidate against the reference; `compiled` against `eager`, which is what the project is for; and any
+other two candidates that can be asked for equal bits. Besides, each engine's collectives against those of its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from common.engine import SHORT_NAMES
+from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade
+from common.harness.records import Run, RunRecord
+from common.job import JobConfig
+
+REFEREE = "float64"
+"""What the referee's run is called in tables and files; its engine is `single`."""
+
+_MAIN_PAIR = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
+_MOST_TRUSTED_FIRST = tuple(SHORT_NAMES[name] for name in ("single", "ddp", "torch-fsdp2", "eager", "compiled"))
+
+Pair = tuple[str, str]
+"""Reference and candidate, by engine name."""
+
+
+def judged_pairs(job: JobConfig, reference: str, engines: Sequence[str]) -> list[Pair]:
+    """The pairs to judge, the main one first."""
+    pairs = [(reference, engine) for engine in engines]
+    for pair in combinations(sorted(engines, key=_trust), 2):
+        if _is_main(pair) or expected_grade(job, *pair) is Grade.BITWISE:
+            pairs.append(pair)
+    return sorted(pairs, key=lambda pair: not _is_main(pair))
+
+
+def needs_referee(job: JobConfig, pairs: Sequence[Pair]) -> bool:
+    """Whether one of the pairs is judged by its distance to float64."""
+    return any(expected_grade(job, *pair) is not Grade.BITWISE for pair in pairs)
+
+
+def judge(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[ParityReport]:
+    """A report for each pair; `runs` are by engine name, the referee's under `REFEREE` if there is one."""
+    return [compare_runs(runs[reference], runs[engine], runs.get(REFEREE)) for reference, engine in pairs]
+
+
+def is_main(report: ParityReport) -> bool:
+    """Whether this is `compiled` against `eager`."""
+    return _is_main((report.reference, report.candidate))
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """One kind of collective in one phase, counted and predicted.
+
+    Attributes:
+        predicted_count, predicted_bytes: None if no formula covers the engine and model.
+        ok: whether they agree; None if there is nothing to agree with.
+    """
+
+    engine: str
+    phase: str
+    kind: str
+    count: int
+    bytes: int
+    predicted_count: int | None
+    predicted_bytes: int | None
+    ok: bool | None
+
+
+def collective_rows(engine: str, record: RunRecord) -> list[CollectiveRow]:
+    """What was counted beside what was predicted, the missing and the unexpected too."""
+    counted = {(each.phase, each.kind): each for each in record.collectives}
+    predicted = {(each.phase, each.kind): each for each in record.predicted or []}
+    rows = []
+    for key in [*counted, *(key for key in predicted if key not in counted)]:
+        have, want = counted.get(key), predicted.get(key)
+        count, size = (have.count, have.bytes) if have else (0, 0)
+        if record.predicted is None:
+            rows.append(CollectiveRow(engine, *key, count, size, None, None, None))
+            continue
+        want_count, want_size = (want.count, want.bytes) if want else (0, 0)
+        ok = (count, size) == (want_count, want_size)
+        rows.append(CollectiveRow(engine, *key, count, size, want_count, want_size, ok))
+    return rows
+
+
+def failures(reports: Sequence[ParityReport], records: Mapping[str, RunRecord]) -> list[str]:
+    """Why parity does not hold, a line each; none if it does."""
+    found = []
+    for report in reports:
+        if not report.passed:
+            reached = report.reached or "none"
+            why = "; ".join((*report.reasons[:1], *report.causes[:1])) or "no reason given"
+            pair = f"{report.candidate} against {report.reference}"
+            found.append(f"{pair}: asked {report.asked}, reached {reached}: {why}")
+    for engine, record in records.items():
+        for row in collective_rows(engine, record):
+            if row.ok is False:
+                found.append(
+                    f"{engine}: {row.kind} in {row.phase}: the plan predicts {row.predicted_count} with "
+                    f"{row.predicted_bytes} bytes, counted {row.count} with {row.bytes}"
+                )
+    return found
+
+
+def _is_main(pair: Pair) -> bool:
+    return tuple(SHORT_NAMES.get(name, name) for name in pair) == _MAIN_PAIR
+
+
+def _trust(engine: str) -> int:
+    """The place of an engine among those that may stand as a reference; the user's own come last."""
+    path = SHORT_NAMES.get(engine, engine)
+    return _MOST_TRUSTED_FIRST.index(path) if path in _MOST_TRUSTED_FIRST else len(_MOST_TRUSTED_FIRST)

@@ -1,0 +1,87 @@
+"""What options can be given: engines, models, plans, backends, transports, dtypes."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from bench.documents import Document, Section
+from bench.tables import frame
+from bench.views import view_plain
+from common.engine import SHORT_NAMES
+from common.gradient import Transport
+from common.job import BACKENDS
+from common.models import describe_models
+from common.plan import NAMED_PLANS
+from common.policy import DTYPES
+
+_ENGINES = {
+    "eager": "FSDP2: hooks gather and free weights while the model runs",
+    "compiled": "SimpleFSDP: gathers are traced into one graph, which passes bucket and reorder",
+    "single": "one process, the whole batch",
+    "ddp": "torch's DistributedDataParallel",
+    "torch-fsdp2": "torch's own fully_shard, by the same plan",
+}
+_PLANS = {
+    "param": "one bucket per parameter",
+    "block": "one bucket per repeated block, one per run of other modules between them",
+    "model": "one bucket for all",
+    "A,B+C": "module names: one bucket for A, one for B and C, one for what is left",
+}
+_BACKENDS = {
+    "eager": "the compiled engine without compilation",
+    "aot_eager": "traced and bucketed, run operator by operator; needs no C++ compiler",
+    "inductor": "compiled to C++",
+}
+_TRANSPORTS = {
+    "auto": "ordered on gloo, else native",
+    "native": "the backend's reduce-scatter",
+    "ordered": "an all-to-all, and a sum in rank order",
+}
+
+
+def list_document() -> Document:
+    """One table per kind of name."""
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}
+    engines = [{"name": name, "module": SHORT_NAMES[name], "what": _ENGINES[name]} for name in SHORT_NAMES]
+    tables = {
+        "engines": frame(engines, ("name", "module", "what")),
+        "models": _models(),
+        "plans": _names((*NAMED_PLANS, "A,B+C"), _PLANS),
+        "backends": _names(BACKENDS, _BACKENDS),
+        "transports": _names([transport.value for transport in Transport], _TRANSPORTS),
+        "dtypes": _names(list(DTYPES), dtypes),
+    }
+    notes = {
+        "engines": ("or the import path of a module with parallelize(model, mesh, job)",),
+        "models": ("or module:function, a function without arguments that returns an nn.Module",),
+    }
+    return Document(
+        title="What options take",
+        holds=None,
+        lines=(),
+        sections=tuple(
+            Section(name, name.capitalize(), table, view_plain(table), notes.get(name, ()))
+            for name, table in tables.items()
+        ),
+        machine={},
+    )
+
+
+def _models() -> pd.DataFrame:
+    rows = [
+        {
+            "name": info.name,
+            "params": info.params,
+            "layers": info.config.n_layers,
+            "dim": info.config.dim,
+            "heads": info.config.n_heads,
+            "vocab": info.config.vocab_size,
+            "max_seq": info.config.max_seq_len,
+        }
+        for info in describe_models()
+    ]
+    return frame(rows, tuple(rows[0]))
+
+
+def _names(names: tuple[str, ...] | list[str], what: dict[str, str]) -> pd.DataFrame:
+    return frame(({"name": name, "what": what[name]} for name in names), ("name", "what"))

@@ -1,0 +1,159 @@
+"""What can be known to be wrong before any rank starts: each fault is one line, and nothing is left running.
+
+The same checks run again inside the ranks where a library user may come without this; here they cost no process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from bench.judge import REFEREE
+from bench.options import CompareOptions, torchrun_ranks
+from bench.store import REPORT
+from common.data import check_tokens, load_tokens
+from common.engine import SHORT_NAMES, load_engine
+from common.errors import ConfigError, ParityError
+from common.job import JobConfig
+from common.models import build_model, check_seq, model_limits
+from common.plan import build_plan
+from common.policy import DTYPES
+
+LARGEST_SEED = 2**63 - 1
+"""What torch's generators take."""
+RANK_BYTES = 300 * 2**20
+"""What a rank process needs before it holds a model: Python, torch and gloo."""
+
+
+def check(options: CompareOptions) -> None:
+    """Refuse a comparison that cannot run.
+
+    Raises:
+        ConfigError: what is wrong, what was expected, and the way out.
+    """
+    job = options.job
+    _check_ranks(job)
+    if job.seed > LARGEST_SEED:
+        raise ConfigError(f"seed: expected at most {LARGEST_SEED}, found {job.seed}")
+    names = (options.reference, *options.engines)
+    for name in names:
+        _load_engine(name)
+    model = _build_model(job)
+    limits = model_limits(model)
+    check_seq(job.seq, limits.max_seq_len)
+    build_plan(model, job.plan)
+    _check_memory(model, job)
+    check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
+    if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
+        check_compiler()
+    check_writable(options.out)
+
+
+def check_compiler() -> None:
+    """See that Inductor finds what it compiles C++ with.
+
+    Raises:
+        ConfigError: no compiler, or no Python headers.
+    """
+    without = "or use --backend aot_eager, which needs none"
+    compiler = os.environ.get("CXX", "g++")
+    if not _runs(compiler):
+        others = [name for name in ("c++", "clang++") if shutil.which(name)]
+        way_out = f"set CXX={others[0]}" if others else "install one (Debian, Ubuntu: apt install g++)"
+        raise ConfigError(f"backend inductor: needs a C++ compiler, cannot run {compiler!r}; {way_out}, {without}")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise ConfigError(
+            f"backend inductor: needs Python's C headers, found no Python.h in {headers}; "
+            f"install them (Debian, Ubuntu: apt install python3-dev), {without}"
+        )
+
+
+def check_writable(out: Path) -> None:
+    """See that folders can be made in `out`, which need not exist yet.
+
+    Raises:
+        ConfigError: it, or the nearest folder above it that exists, is none or takes no files.
+    """
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"out {out}: expected a folder, found that {nearest} is a file; give another --out")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"out {out}: cannot write in {nearest}; give another --out, or change its permissions")
+
+
+def _check_ranks(job: JobConfig) -> None:
+    launched = torchrun_ranks()
+    if launched is not None and launched != job.ranks:
+        raise ConfigError(
+            f"ranks: torchrun started {launched}, --ranks asks for {job.ranks}; leave --ranks out, "
+            f"or start with --nproc-per-node {job.ranks}"
+        )
+
+
+def _load_engine(name: str) -> None:
+    if name in (REFEREE, REPORT):
+        raise ConfigError(f"engine {name!r}: a run has a file of that name that is no engine's; rename the module")
+    try:
+        load_engine(name)
+    except ParityError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"engine {name!r}: importing it raised {_told(error)}") from error
+
+
+def _build_model(job: JobConfig) -> nn.Module:
+    """The job's model, on the meta device if it can be built there.
+
+    A user's function may compute with real numbers while it builds; then it is built as the ranks build it.
+    """
+    dtype = DTYPES[job.dtype]
+    try:
+        return build_model(job.model, seed=job.seed, dtype=dtype, device="meta")
+    except ParityError:
+        raise
+    except Exception:
+        try:
+            return build_model(job.model, seed=job.seed, dtype=dtype)
+        except ParityError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model {job.model!r}: building it raised {_told(error)}") from error
+
+
+def _check_memory(model: nn.Module, job: JobConfig) -> None:
+    """See that this machine holds the least that the ranks on it need: each builds the whole model before sharding."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.ranks
+    model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    needed = here * (model_bytes + RANK_BYTES)
+    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > held:
+        raise ConfigError(
+            f"model {job.model!r} on {here} ranks: needs at least {_gigabytes(needed)}, since each rank builds the "
+            f"whole model before it shards it, and this machine has {_gigabytes(held)}; use fewer ranks or a smaller "
+            "model"
+        )
+
+
+def _runs(program: str) -> bool:
+    try:
+        return subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def _told(error: BaseException) -> str:
+    """An error of the user's own code on one line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({place.filename}:{place.lineno})"
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

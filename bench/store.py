@@ -1,0 +1,203 @@
+"""One comparison on disk: a folder with a report and one record per engine, from which all tables can be made again.
+
+runs/<time>-<model>-<ranks>ranks-<dtype>/report.json      job, order of the engines, one ParityReport per pair
+                                         <engine>.json    see `common.harness.records`; so are the gradients
+                                         float64.json     the referee's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.judge import failures
+from common.errors import ConfigError
+from common.harness.grades import Grade
+from common.harness.records import RunRecord, engine_file, json_ready
+from common.harness.report import Divergence, ParamRow, ParityReport, StepRow, TrendRow
+from common.job import JobConfig
+
+SCHEMA_VERSION = 1
+REPORT = "report"
+"""Name of the report's file, which no engine may have."""
+LATEST = "latest"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that is known of one comparison, but for its gradients.
+
+    Attributes:
+        created: local time with its offset, ISO 8601.
+        reference: the engine that the others are judged against.
+        records: by engine name, in the order of the tables: the reference, the candidates, the referee.
+        reports: one per judged pair.
+    """
+
+    created: str
+    job: JobConfig
+    reference: str
+    records: Mapping[str, RunRecord]
+    reports: tuple[ParityReport, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """Why parity does not hold, a line each; none if it does."""
+        return failures(self.reports, self.records)
+
+    @property
+    def holds(self) -> bool:
+        """The verdict."""
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the records, as JSON-ready data."""
+        data: dict[str, Any] = json_ready(
+            {
+                "schema": SCHEMA_VERSION,
+                "created": self.created,
+                "holds": self.holds,
+                "failures": self.failures,
+                "job": self.job.to_dict(),
+                "reference": self.reference,
+                "engines": list(self.records),
+                "comparisons": [report.to_dict() for report in self.reports],
+            }
+        )
+        return data
+
+
+def make_run_folder(out: Path, job: JobConfig, now: datetime) -> Path:
+    """Make a new folder for a run in `out`, named by time and job.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", job.model)
+    name = f"{now:%Y%m%d-%H%M%S}-{model}-{job.ranks}ranks-{job.param_dtype}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        folder = out / (name + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"out {out}: cannot make a folder in it: {error.strerror}; give another --out") from None
+        return folder
+    raise ConfigError(f"out {out}: expected a free name for the run, found {name} and 998 more taken")
+
+
+def save_comparison(folder: Path, comparison: Comparison) -> None:
+    """Write the report; the records are there already."""
+    _file(folder).write_text(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
+
+
+def find_run(run: str, out: Path) -> Path:
+    """The folder that is meant by `run`: a path, a name in `out`, or "latest" of those in `out`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if run == LATEST:
+        folders = [path.parent for path in out.glob(f"*/{REPORT}.json")] if out.is_dir() else []
+        if not folders:
+            raise ConfigError(f"run latest: found no finished run in {out}; run compare first, or give --out")
+        return max(folders, key=lambda folder: (_file(folder).stat().st_mtime_ns, folder.name))
+    for folder in (Path(run), out / run):
+        if _file(folder).is_file():
+            return folder
+    raise ConfigError(f"run {run}: expected a folder with a {REPORT}.json, found none; compare writes them, see --out")
+
+
+def load_comparison(folder: Path) -> Comparison:
+    """Read a comparison from its files.
+
+    Raises:
+        ConfigError: a file is missing, broken, or of another schema version.
+    """
+    data = _read(_file(folder))
+    if data.get("schema") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"run {folder}: expected a report of schema {SCHEMA_VERSION}, found {data.get('schema')!r}; compare again"
+        )
+    with _naming(_file(folder)):
+        files = {name: engine_file(folder, name, ".json") for name in data["engines"]}
+    records = {name: _load_record(path) for name, path in files.items()}
+    with _naming(_file(folder)):
+        return Comparison(
+            created=data["created"],
+            job=JobConfig.from_dict(data["job"]),
+            reference=data["reference"],
+            records=records,
+            reports=tuple(_report(each) for each in data["comparisons"]),
+        )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn whatever a file of the wrong shape leads to into one line that names the file."""
+    try:
+        yield
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"run {path}: not as compare wrote it ({what}); compare again") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"run {path}: cannot be read: {error.strerror}; compare again") from None
+    except ValueError as error:
+        raise ConfigError(f"run {path}: expected JSON, found: {error}; compare again") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"run {path}: expected a JSON object, found a {type(data).__name__}; compare again")
+    return data
+
+
+def _load_record(path: Path) -> RunRecord:
+    data = _read(path)
+    with _naming(path):
+        return RunRecord.from_dict(data)
+
+
+def _report(data: dict[str, Any]) -> ParityReport:
+    """The report that `ParityReport.to_dict` described."""
+    divergence = data["first_divergence"]
+    return ParityReport(
+        **data
+        | {
+            "asked": Grade(data["asked"]),
+            "reached": data["reached"] and Grade(data["reached"]),
+            "margin": _number(data["margin"]),
+            "reasons": tuple(data["reasons"]),
+            "causes": tuple(data["causes"]),
+            "first_divergence": divergence and Divergence(**divergence),
+            "params": tuple(_row(ParamRow, row) for row in data["params"]),
+            "steps": tuple(_row(StepRow, row) for row in data["steps"]),
+            "trends": tuple(_row(TrendRow, row) for row in data["trends"]),
+        }
+    )
+
+
+def _row(cls: type[T], data: dict[str, Any]) -> T:
+    """A row of numbers; the fields that are floats may be stored as strings, see `common.harness.records`."""
+    floats = {field.name for field in dataclasses.fields(cls) if "float" in str(field.type)}  # type: ignore[arg-type]
+    return cls(**{name: _number(value) if name in floats else value for name, value in data.items()})
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"{REPORT}.json"

@@ -1,0 +1,131 @@
+"""How the tables look to people: cells as text, loss laid out by step, what everyone would skip left out.
+
+Machine formats never come through here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+MAX_STEPS = 12
+"""A longer run shows this many of its steps, the first and the last among them."""
+NONE = "-"
+PASS, FAIL, MISMATCH, UNJUDGED = "PASS", "FAIL", "MISMATCH", "no formula"
+
+
+def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per judged pair."""
+    return _text(
+        {
+            "engine": table["engine"],
+            "against": table["against"],
+            "asked": table["asked"],
+            "reached": table["reached"],
+            "margin": [_format(value, "{:.3g}x") for value in table["margin"]],
+            "verdict": [PASS if passed else FAIL for passed in table["passed"]],
+            "first difference": table["first_difference"],
+        }
+    )
+
+
+def view_loss(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per step shown, one column per engine."""
+    wide = table.pivot(index="step", columns="engine", values="loss")[list(dict.fromkeys(table["engine"]))]
+    shown = shown_steps(len(wide))
+    columns: dict[str, Iterable[Any]] = {"step": shown}
+    for engine in wide.columns:
+        columns[str(engine)] = [_format(loss, "{:.7f}") for loss in wide[engine].iloc[shown]]
+    return _text(columns)
+
+
+def shown_steps(steps: int) -> list[int]:
+    """The first and the last of `steps` steps, and some evenly between."""
+    if steps <= MAX_STEPS:
+        return list(range(steps))
+    return [round(i * (steps - 1) / (MAX_STEPS - 1)) for i in range(MAX_STEPS)]
+
+
+def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per judged pair."""
+    equal = zip(table["params_bitwise"], table["params"], strict=True)
+    return _text(
+        {
+            "engine": table["engine"],
+            "against": table["against"],
+            "asked": table["asked"],
+            "reached": table["reached"],
+            "bitwise": [f"{same} of {total}" for same, total in equal],
+            "worst parameter": table["worst_param"],
+            "error": [_format(value, "{:.2e}") for value in table["error"]],
+            "its reference's": [_format(value, "{:.2e}") for value in table["reference_error"]],
+            "ratio": [_format(value, "{:.3g}") for value in table["ratio"]],
+            "limit": [_format(value, "{:.2e}") for value in table["limit"]],
+            "max ulp": [value if value is None or value < 10**6 else f"{value:.1e}" for value in table["max_ulp"]],
+        }
+    )
+
+
+def view_memory(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per engine."""
+    return _text(
+        {
+            "engine": table["engine"],
+            "ranks": table["ranks"],
+            "at start": [_size(value) for value in table["start_bytes"]],
+            "peak": [_size(value) for value in table["peak_bytes"]],
+            "peak over start": [_size(value) for value in table["step_bytes"]],
+        }
+    )
+
+
+def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per engine, phase and kind."""
+    marks = {True: "ok", False: MISMATCH, None: UNJUDGED}
+    return _text(
+        {
+            "engine": table["engine"],
+            "phase": table["phase"],
+            "kind": table["kind"],
+            "count": table["count"],
+            "size": [_size(value) for value in table["bytes"]],
+            "predicted": table["predicted_count"],
+            "predicted size": [_size(value) for value in table["predicted_bytes"]],
+            "ok?": [marks[value] for value in table["ok"]],
+        }
+    )
+
+
+def view_plain(table: pd.DataFrame) -> pd.DataFrame:
+    """Every column as it is, whole numbers with separators."""
+    return _text({str(name): [_plain(value) for value in table[name]] for name in table.columns})
+
+
+def _text(columns: dict[str, Any]) -> pd.DataFrame:
+    cells = {name: [NONE if value is None else str(value) for value in values] for name, values in columns.items()}
+    return pd.DataFrame(cells, dtype=object)
+
+
+def _plain(value: Any) -> Any:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _format(value: float | None, form: str) -> str | None:
+    if value is None:
+        return None
+    return form.format(value) if math.isfinite(value) else str(value)
+
+
+def _size(size: int | None) -> str | None:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    if size is None:
+        return None
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"

@@ -1,0 +1,8 @@
+"""Instruments: what a step did, read from its tensors and from profiler events; they know nothing of engines.
+
+    gradients     the whole gradient of each parameter, its digest and norm
+    collectives   operations and bytes by phase
+    memory        bytes live at the peak
+
+The profiler disturbs what it watches, so a judged step is never a profiled one, and each instrument has its own step.
+"""

@@ -1,0 +1,220 @@
+"""The train loop: one engine, one job, on every rank; and the record that comes of it.
+
+One run, in phases:
+
+1. build the model (the same values on every rank), predict the collectives, let the engine shard it;
+2. train the job's steps, each in the order forward, backward, gradients collected, optimizer;
+3. one more step under the collectives instrument, and one under the memory instrument: what is profiled is not judged;
+4. in the parent, put the ranks' results together.
+
+The loss is taken here, outside the engine, on each rank over its own sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from common.data import batch, check_tokens, load_tokens
+from common.engine import Engine, load_engine
+from common.errors import EngineError
+from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
+from common.harness.instruments.gradients import GradientSummary, collect_gradients
+from common.harness.instruments.memory import live_bytes, measure_memory
+from common.harness.launch import OnProgress, RankContext, Ranks
+from common.harness.predict import predict_collectives
+from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
+from common.job import JobConfig
+from common.mesh import build_mesh
+from common.models import build_model, check_seq, model_limits
+from common.policy import DTYPES
+
+
+@dataclass
+class RankResult:
+    """What one rank saw; `gradients`, `collectives` and `predicted` are filled on rank 0 only.
+
+    Attributes:
+        losses: [step], mean over this rank's sequences.
+        gradients: [step].
+        first_step_s: time of the first step, compilation included.
+    """
+
+    process_group: str
+    losses: list[float] = field(default_factory=list)
+    gradients: list[GradientSummary] = field(default_factory=list)
+    collectives: list[CollectiveCount] = field(default_factory=list)
+    predicted: list[CollectiveCount] | None = None
+    memory: MemoryPeak | None = None
+    first_step_s: float = 0.0
+
+
+def run_job(
+    ranks: Ranks, engine_name: str, job: JobConfig, *, on_progress: OnProgress | None = None, timeout_s: float = 600.0
+) -> Run:
+    """Run `job` on one engine; return its record and its whole gradients of step 0.
+
+    Raises:
+        ConfigError: an unknown engine, model or plan, data that do not fit.
+        RankError: a rank raised, died or hung.
+    """
+    load_engine(engine_name)  # a wrong name is told here, not by a rank
+    results = ranks.run(run_engine, engine_name, job, ranks=job.ranks, timeout_s=timeout_s, on_progress=on_progress)
+    return assemble(engine_name, job, results)
+
+
+def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | None]) -> Run:
+    """Put the ranks' results together; None is a rank that took no part."""
+    taking_part = [result for result in results if result is not None]
+    main = taking_part[0]
+    record = RunRecord(
+        engine=engine_name,
+        job=job.to_dict(),
+        world_size=len(taking_part),
+        environment=Environment.here(),
+        losses=[list(losses) for losses in zip(*(result.losses for result in taking_part), strict=True)],
+        grad_norms=[gradients.norm for gradients in main.gradients],
+        grad_digests=[gradients.digests for gradients in main.gradients],
+        param_norms=[gradients.norms for gradients in main.gradients],
+        collectives=main.collectives,
+        predicted=main.predicted,
+        memory=[result.memory for result in taking_part if result.memory is not None],
+        first_step_s=max(result.first_step_s for result in taking_part),
+        process_group=main.process_group,
+    )
+    return record, main.gradients[0].kept
+
+
+def run_engine(context: RankContext, engine_name: str, job: JobConfig) -> RankResult | None:
+    """Train `job` on the engine called `engine_name`, on this rank; None on a rank that the engine does not use.
+
+    Raises:
+        ConfigError: an unknown engine, model or plan, data that do not fit the model.
+        EngineError: the engine broke the contract of `common.engine`.
+    """
+    return train(context, load_engine(engine_name), job)
+
+
+def train(context: RankContext, engine: Engine, job: JobConfig) -> RankResult | None:
+    """Train `job` on `engine`, on this rank; see `run_engine`."""
+    if not engine.data_parallel and context.rank != 0:
+        return None
+    context.progress("build", 0, 1)
+    training = _prepare(engine, job, context)
+    for step in range(job.steps):
+        start_s = time.perf_counter()
+        training.judged_step(step)
+        if step == 0:
+            training.result.first_step_s = time.perf_counter() - start_s
+        context.progress("step", step + 1, job.steps)
+    training.instrumented_steps()
+    context.progress("instruments", 1, 1)
+    return training.result
+
+
+@dataclass
+class _Training:
+    """One job in progress on one rank.
+
+    Attributes:
+        model: the model itself: parameters and gradients.
+        module: what is called, the model or the engine's wrapper round it.
+        tokens: token ids, 1D.
+        rank, ranks: this rank's share of the batch.
+    """
+
+    job: JobConfig
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: torch.Tensor
+    rank: int
+    ranks: int
+    result: RankResult
+
+    def judged_step(self, step: int) -> None:
+        """One step whose loss and gradients are recorded; the gradients of step 0 are kept whole."""
+        self.result.losses.append(self._loss_and_backward(step).item())
+        self.result.gradients.append(collect_gradients(self.model, rank=self.rank, ranks=self.ranks, keep=step == 0))
+        self._update()
+
+    def instrumented_steps(self) -> None:
+        """Two more steps: one counts collectives, one measures memory."""
+        with count_collectives() as collectives:
+            self._step(self.job.steps)
+        if self.rank == 0:
+            self.result.collectives = collectives.counts
+        with measure_memory(live_bytes(ignore=self.result.gradients[0].kept.values())) as memory:
+            self._step(self.job.steps + 1)
+        self.result.memory = memory.peak
+
+    def _step(self, step: int) -> None:
+        self._loss_and_backward(step)
+        self._update()
+
+    def _loss_and_backward(self, step: int) -> torch.Tensor:
+        inputs, targets = batch(
+            self.tokens,
+            seed=self.job.seed,
+            step=step,
+            batch=self.job.batch,
+            seq=self.job.seq,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
+        with phase(FORWARD):
+            loss = mean_loss(self.module(inputs), targets)
+        with phase(BACKWARD):
+            loss.backward()
+        return loss.detach()
+
+    def _update(self) -> None:
+        with phase(OPTIMIZER):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of logits [batch, seq, vocab] against token ids [batch, seq], in fp32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+
+
+def _prepare(engine: Engine, job: JobConfig, context: RankContext) -> _Training:
+    """Build model, data and optimizer, and let the engine shard the model."""
+    rank, ranks = (context.rank, context.ranks) if engine.data_parallel else (0, 1)
+    model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype])
+    limits = model_limits(model)
+    check_seq(job.seq, limits.max_seq_len)
+    tokens = load_tokens(job.data)
+    check_tokens(tokens, limits.vocab_size, job.seq, job.batch, path=job.data)
+    result = RankResult(process_group=dist.get_backend())
+    if rank == 0:
+        result.predicted = predict_collectives(engine.name, model, job, process_group=result.process_group)
+    names = [name for name, _ in model.named_parameters()]
+    module = engine.parallelize(model, build_mesh() if engine.data_parallel else None, job)
+    _check_names(engine, names, [name for name, _ in model.named_parameters()])
+    return _Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result)
+
+
+def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:
+    if before == after:
+        return
+    changed = [f"{old} -> {new}" for old, new in zip(before, after, strict=False) if old != new]
+    raise EngineError(
+        f"engine {engine.name!r}: expected the {len(before)} parameter names of the plain model, in order, found "
+        f"{len(after)}, the first that differ: {', '.join(changed[:3]) or 'only their number'}; keep the names of the "
+        "model and return a wrapper if one is needed"
+    )
+
+
+def _build_optimizer(model: nn.Module, job: JobConfig) -> torch.optim.Optimizer:
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=job.lr)
+    return torch.optim.AdamW(model.parameters(), lr=job.lr)

@@ -1,0 +1,109 @@
+"""The experimental torch names that `common` needs, in one file, so that a new torch release breaks here and loudly.
+
+    torch.profiler.profile(...).profiler.kineto_results.experimental_event_tree()
+
+The tree of events that torch itself reads for memory timelines. The public forms lack what is needed: `events()` has
+no shapes inside tensor lists and no addresses, the exported trace no dtypes inside tensor lists. Fields used: `name`,
+`start_time_ns`, `end_time_ns`, `children`, and `extra_fields` with `inputs` (of operators) or `ptr`, `alloc_size`,
+`device` (of allocations).
+
+Seen in torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """One tensor that an operator was called with; `address` is that of its storage, None if it has none."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    address: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the elements, were they contiguous."""
+        total = self.itemsize
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator, user range or backend range.
+
+    Attributes:
+        name: such as "aten::add", or the label of a `record_function`.
+        start_ns, end_ns: on one clock for all threads.
+        inside: names of the events it ran in, on its own thread, outermost first.
+        arguments: per argument, the tensors in it: none, one, or those of a list. A list of lists shows none.
+    """
+
+    name: str
+    start_ns: int
+    end_ns: int
+    inside: tuple[str, ...]
+    arguments: tuple[tuple[TensorArgument, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One block taken (`bytes` > 0) or given back (`bytes` < 0), in the events named by `inside`."""
+
+    time_ns: int
+    address: int
+    bytes: int
+    device_type: str
+    inside: tuple[str, ...]
+
+
+@dataclass
+class Recording:
+    """What ran while recording, in order of time; filled when the recording ends."""
+
+    operators: list[Operator] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+
+
+@contextmanager
+def record_events(*, memory: bool = False) -> Iterator[Recording]:
+    """Record the operators, and on request the allocations, of this thread and of those it hands work to."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library else prints two lines per recording
+    recording = Recording()
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory)
+    with profiler:
+        yield recording
+    results: Any = profiler.profiler and profiler.profiler.kineto_results
+    pending: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in results.experimental_event_tree()]
+    while pending:
+        event, inside = pending.pop()
+        details = event.extra_fields
+        if hasattr(details, "alloc_size"):
+            device = details.device.type
+            allocation = Allocation(event.start_time_ns, details.ptr, details.alloc_size, device, inside)
+            recording.allocations.append(allocation)
+        elif hasattr(details, "inputs"):
+            arguments = tuple(_tensors(argument) for argument in details.inputs)
+            recording.operators.append(Operator(event.name, event.start_time_ns, event.end_time_ns, inside, arguments))
+        path = (*inside, event.name)
+        pending += [(child, path) for child in event.children]
+    recording.operators.sort(key=lambda operator: operator.start_ns)
+    recording.allocations.sort(key=lambda allocation: allocation.time_ns)
+
+
+def _tensors(argument: Any) -> tuple[TensorArgument, ...]:
+    if isinstance(argument, (list, tuple)):
+        return tuple(tensor for item in argument for tensor in _tensors(item))
+    if not hasattr(argument, "sizes"):
+        return ()
+    return (TensorArgument(tuple(argument.sizes), argument.dtype.itemsize, argument.storage_data_ptr),)

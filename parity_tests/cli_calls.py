@@ -1,0 +1,70 @@
+"""Calls of the command line in `test_cli.py` and `test_make.py`, and the processes that they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def call(*words: str) -> Ran:
+    """Run a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, whatever they are."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, without what pytest or a launcher may have set for ranks."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "RANK", "WORLD_SIZE")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def run_process(*command: str, **environ: str) -> Ran:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**environ), cwd=ROOT, timeout=300, check=False
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def marked(mark: str) -> set[int]:
+    """Processes that were started with `mark` in their environment and have not ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"PARITY_MARK={mark}\0".encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found

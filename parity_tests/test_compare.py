@@ -1,0 +1,413 @@
+"""The judge passes what is honest and fails what is not, names what differs, and refuses what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.harness.compare import compare_runs, job_key
+from common.harness.distance import max_ulp, relative_error, worst_row_error
+from common.harness.grades import ErrorBound, Grade, expected_grade, referee_job, unit_roundoff
+from common.harness.launch import RankPool
+from common.harness.records import Environment, Run, RunRecord
+from common.harness.train import assemble
+from common.job import JobConfig
+from parity_tests.planted import EVERYWHERE, ON_TARGET, TARGET, run_planted
+from parity_tests.runs import Runs
+
+SMALL = JobConfig(steps=4, batch=12, seq=32, backend="eager")
+PRECISIONS = {
+    "fp32": SMALL,
+    "bf16": replace(SMALL, param_dtype="bf16"),
+    "bf16 throughout": replace(SMALL, param_dtype="bf16", reduce_dtype="bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def planted(pool: RankPool) -> dict[tuple[str, JobConfig], Run]:
+    """Runs with planted faults, each trained once."""
+
+    class Planted(dict[tuple[str, JobConfig], Run]):
+        def __missing__(self, key: tuple[str, JobConfig]) -> Run:
+            fault, job = key
+            results = pool.run(run_planted, fault, job, ranks=job.ranks, timeout_s=120)
+            self[key] = assemble(f"planted: {fault}", job, results)
+            return self[key]
+
+    return Planted()
+
+
+# Honest pairs pass
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("engine", "ranks", "model"),
+    [("ddp", 2, "llama-debug"), ("ddp", 3, "gpt-debug-tied"), ("torch-fsdp2", 4, "llama-debug")],
+)
+def test_another_order_of_sums_passes(runs: Runs, engine: str, ranks: int, model: str, precision: str) -> None:
+    """Torch's own data-parallel engines hold REDUCTION_ORDER against one process, and are not bitwise equal to it."""
+    job = replace(PRECISIONS[precision], model=model, ranks=ranks)
+    report = compare_runs(runs("single", job), runs(engine, job), runs.referee(job))
+    assert report.asked is Grade.REDUCTION_ORDER
+    assert report.passed, report.reasons
+    assert report.reached is Grade.REDUCTION_ORDER
+    assert report.margin is not None and report.margin > 1
+
+
+def test_longer_chains_of_sums_pass(runs: Runs) -> None:
+    """One process sums bf16 embedding gradients in chains four times as long as four ranks do, and is not blamed."""
+    job = replace(PRECISIONS["bf16"], ranks=4)
+    report = compare_runs(runs("torch-fsdp2", job), runs("single", job), runs.referee(job))
+    worst = max(row.ratio for row in report.params if row.ratio is not None)
+    assert worst > 2, "else nothing is claimed here"
+    assert report.passed, report.reasons
+
+
+def test_adam_passes_over_steps(runs: Runs) -> None:
+    """AdamW turns tiny differences into whole updates of tiny gradients; losses and norms stay within bounds."""
+    job = replace(SMALL, optimizer="adamw", lr=3e-3, steps=8)
+    report = compare_runs(runs("single", job), runs("ddp", job), runs.referee(job))
+    assert report.passed, report.reasons
+
+
+def test_the_hand_written_engine_is_honest(runs: Runs, planted: dict[tuple[str, JobConfig], Run]) -> None:
+    """The engine that faults are planted in passes without one, in every precision: what fails below is the fault."""
+    for job in PRECISIONS.values():
+        report = compare_runs(runs("single", job), planted["honest", job], runs.referee(job))
+        assert report.passed, report.reasons
+
+
+# Planted faults fail
+
+
+INVISIBLE = {("averaged in bf16", "bf16")}
+"""One of 30 gradients rounded to bf16 once more, where all were computed in bf16: within the error of computing it."""
+
+
+@pytest.mark.parametrize("grade", [Grade.REDUCTION_ORDER, Grade.COMPILER])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", [fault for fault in (*EVERYWHERE, *ON_TARGET) if fault != "honest"])
+def test_a_planted_fault_fails(
+    runs: Runs, planted: dict[tuple[str, JobConfig], Run], fault: str, precision: str, grade: Grade
+) -> None:
+    """Every fault, planted in all parameters or in one of 30, fails in every grade; the one is named first."""
+    job = PRECISIONS[precision]
+    report = compare_runs(runs("single", job), planted[fault, job], runs.referee(job), grade=grade)
+    assert report.passed is ((fault, precision) in INVISIBLE)
+    if fault in ON_TARGET and not report.passed:
+        assert TARGET in report.reasons[0]
+        assert not any(row.name != TARGET and row.candidate_error > row.limit for row in report.params)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("all sum", "'tok_embeddings.weight' and 29 more: 2 times the mean"),
+        ("sum", f"{TARGET!r}: 2 times the mean"),
+        ("divided twice", f"{TARGET!r}: 1/2 of the mean"),
+        ("rolled by one row", f"{TARGET!r}: rolled by +1 row"),
+        ("last row dropped", "row 63 of 64"),
+        ("all averaged in bf16", "every element of every gradient of planted: all averaged in bf16 is a bf16 number"),
+    ],
+)
+def test_a_fault_is_explained(runs: Runs, planted: dict[tuple[str, JobConfig], Run], fault: str, cause: str) -> None:
+    """The pattern of errors tells the likely cause, in bf16 too."""
+    for precision in ("fp32", "bf16"):
+        job = PRECISIONS[precision]
+        report = compare_runs(runs("single", job), planted[fault, job], runs.referee(job))
+        assert any(cause in line for line in (*report.reasons, *report.causes)), (report.reasons, report.causes)
+
+
+# Records changed by hand: a small one, so that each claim shows its numbers
+
+
+def record(engine: str = "eager", **options: object) -> RunRecord:
+    """Two steps, two ranks, parameters "first" and "last"."""
+    job = JobConfig(steps=2, backend="aot_eager")
+    values: dict[str, object] = {
+        "engine": engine,
+        "job": job.to_dict(),
+        "world_size": 2,
+        "environment": Environment("", "", "", "", ""),
+        "losses": [[2.0, 4.0], [1.0, 3.0]],
+        "grad_norms": [5.0, 5.0],
+        "grad_digests": [{"first": "a", "last": "b"}, {"first": "c", "last": "d"}],
+        "param_norms": [{"first": 3.0, "last": 4.0}] * 2,
+    }
+    return RunRecord(**values | options)  # type: ignore[arg-type]
+
+
+def gradients() -> dict[str, torch.Tensor]:
+    """Step-0 gradients with the norms that `record` states."""
+    return {"first": torch.tensor([[3.0, 0.0]]), "last": torch.tensor([0.0, 4.0])}
+
+
+def test_equal_records_are_bitwise_equal() -> None:
+    """Equal losses and digests reach BITWISE, without a referee, and nothing diverges."""
+    report = compare_runs((record(), gradients()), (record("compiled"), gradients()))
+    assert report.asked is report.reached is Grade.BITWISE
+    assert report.passed and not report.reasons and report.first_divergence is None
+    assert [row.max_ulp for row in report.params] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "what"),
+    [
+        ({"losses": [[2.0, 4.0], [1.0, math.nextafter(3.0, 4.0)]]}, 1, "loss"),
+        ({"grad_digests": [{"first": "a", "last": "b"}, {"first": "x", "last": "d"}]}, 1, "gradient of 'first'"),
+        ({"grad_digests": [{"first": "x", "last": "x"}, {"first": "c", "last": "d"}]}, 0, "gradient of 'last'"),
+    ],
+)
+def test_one_changed_bit_is_named(change: dict[str, object], step: int, what: str) -> None:
+    """One bit of one loss or gradient at one step fails BITWISE; backward reaches the last parameter first."""
+    report = compare_runs((record(), gradients()), (record("compiled", **change), gradients()))
+    assert not report.passed and report.reached is None
+    assert report.first_divergence is not None
+    assert (report.first_divergence.step, report.first_divergence.what) == (step, what)
+    assert f"step {step}: {what}" in report.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"losses": [[2.0, 4.0], [1.0, math.nan]]}, "compiled, step 1: loss of rank 1 is nan"),
+        ({"param_norms": [{"first": 3.0, "last": math.inf}] * 2}, "compiled, step 0: gradient of 'last' has norm inf"),
+        ({"losses": [[2.0, 4.0]]}, "compiled recorded 1 of 2 steps"),
+        (
+            {"grad_digests": [{"first": "a", "last": "b"}, {"first": "c"}]},
+            "gradient of 'last': compiled has one at step",
+        ),
+    ],
+)
+@pytest.mark.parametrize("with_referee", [False, True])
+def test_broken_numbers_fail(change: dict[str, object], reason: str, with_referee: bool) -> None:
+    """NaN, infinity and missing steps fail in any grade, with the place in the reason."""
+    reference, candidate = (record(), gradients()), (record("compiled", **change), gradients())
+    report = compare_runs(reference, candidate, referee_of(record()) if with_referee else None)
+    assert not report.passed and report.reached is None
+    assert any(reason in line for line in report.reasons), report.reasons
+
+
+def test_a_nan_on_both_sides_fails() -> None:
+    """Two runs that broke in the same way are equal and still fail."""
+    broken = {"losses": [[2.0, 4.0], [math.nan, 3.0]]}
+    report = compare_runs((record(**broken), gradients()), (record("compiled", **broken), gradients()))
+    assert not report.passed
+    assert "eager, step 1" in report.reasons[0]
+
+
+@pytest.mark.parametrize("side", ["reference", "candidate"])
+def test_a_missing_parameter_fails(side: str) -> None:
+    """A gradient that only one side has fails and is named, whichever side."""
+    whole, less = gradients(), gradients()
+    del less["last"]
+    pair = [(record(), less), (record("compiled"), whole)]
+    report = compare_runs(*(pair if side == "reference" else pair[::-1]))
+    assert not report.passed
+    assert any("gradient of 'last'" in line and "has none" in line for line in report.reasons)
+
+
+def test_another_shape_fails() -> None:
+    """A gradient of another shape fails, with both shapes."""
+    other = gradients() | {"first": torch.tensor([3.0, 0.0])}
+    report = compare_runs((record(), gradients()), (record("compiled"), other))
+    assert not report.passed
+    assert "expected shape [1, 2], found [2] in compiled" in report.reasons[0]
+
+
+def referee_of(reference: RunRecord) -> Run:
+    """A referee for a record made by hand."""
+    job = referee_job(JobConfig.from_dict(reference.job))
+    made = replace(reference, engine="single", job=job.to_dict(), world_size=1, losses=[[3.0], [2.0]])
+    return made, {name: gradient.double() for name, gradient in gradients().items()}
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"model": "gpt-debug"}, {"lr": 0.2}, {"param_dtype": "bf16"}, {"seq": 32}], ids=str
+)
+def test_different_jobs_are_not_compared(change: dict[str, object]) -> None:
+    """Runs that trained something else raise ConfigError and name the option; how they were sharded may differ."""
+    job = JobConfig(steps=2, backend="aot_eager").to_dict()
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        compare_runs((record(), gradients()), (record("compiled", job=job | change), gradients()))
+    sharded_otherwise = record("compiled", job=job | {"plan": "param", "reshard_after_forward": "never"})
+    assert compare_runs((record(), gradients()), (sharded_otherwise, gradients())).passed
+
+
+def test_a_weaker_grade_needs_its_referee() -> None:
+    """No referee, one in fp32, one of another seed, and one on two ranks are refused."""
+    reference, candidate = (record("single"), gradients()), (record("ddp"), gradients())
+    good, tensors = referee_of(record())
+    assert compare_runs(reference, candidate, (good, tensors)).passed
+    bad = [
+        None,
+        (record("single"), tensors),
+        (replace(good, job=good.job | {"seed": 1}), tensors),
+        (replace(good, world_size=2), tensors),
+    ]
+    for referee in bad:
+        with pytest.raises(ConfigError, match="referee"):
+            compare_runs(reference, candidate, referee)
+
+
+def test_reports_and_records_are_plain_json() -> None:
+    """Infinity and NaN survive JSON, which has no number for them."""
+    broken = record(losses=[[2.0, math.nan], [math.inf, -math.inf]])
+    text = json.dumps(broken.to_dict(), allow_nan=False)
+    losses = RunRecord.from_dict(json.loads(text)).losses
+    assert math.isnan(losses[0][1]) and losses[1] == [math.inf, -math.inf]
+    report = compare_runs((record(), gradients()), (broken, gradients()), referee_of(record()))
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["passed"] is False and data["asked"] == "bitwise" and data["steps"][0]["loss_diff"] == "nan"
+
+
+# Grades
+
+
+@pytest.mark.parametrize(
+    ("options", "reference", "candidate", "grade"),
+    [
+        ({}, "eager", "compiled", Grade.BITWISE),
+        ({"ranks": 4, "batch": 12}, "eager", "compiled", Grade.BITWISE),
+        ({"ranks": 4, "transport": "native"}, "eager", "compiled", Grade.BITWISE),
+        ({"ranks": 4, "transport": "native"}, "eager", "torch-fsdp2", Grade.BITWISE),
+        ({"ranks": 4, "transport": "native", "plan": "param"}, "eager", "torch-fsdp2", Grade.REDUCTION_ORDER),
+        ({"ranks": 4, "transport": "native", "plan": "param"}, "eager", "compiled", Grade.BITWISE),
+        ({"ranks": 4}, "eager", "torch-fsdp2", Grade.REDUCTION_ORDER),
+        ({"ranks": 2}, "torch-fsdp2", "compiled", Grade.BITWISE),
+        ({"ranks": 2}, "single", "eager", Grade.REDUCTION_ORDER),
+        ({"ranks": 2}, "ddp", "eager", Grade.REDUCTION_ORDER),
+        ({"backend": "inductor"}, "eager", "compiled", Grade.COMPILER),
+        ({"backend": "inductor"}, "eager", "torch-fsdp2", Grade.BITWISE),
+        ({"backend": "inductor"}, "single", "compiled", Grade.COMPILER),
+        ({"backend": "inductor"}, "compiled", "compiled", Grade.BITWISE),
+        ({"backend": "inductor"}, "eager", "my.engine", Grade.COMPILER),
+        ({}, "eager", "my.engine", Grade.REDUCTION_ORDER),
+        ({}, "fsdp_eager.parallelize", "compiled", Grade.BITWISE),
+    ],
+    ids=str,
+)
+def test_expected_grade(options: dict[str, object], reference: str, candidate: str, grade: Grade) -> None:
+    """Bitwise exactly where both sides add the same terms in the same order; Inductor on either side is COMPILER."""
+    job = JobConfig.from_dict(JobConfig(backend="aot_eager").to_dict() | options)
+    assert expected_grade(job, reference, candidate) is grade
+    assert expected_grade(job, candidate, reference) is grade
+
+
+def test_expected_grade_of_two_jobs() -> None:
+    """Another plan keeps rank-ordered sums and reorders native ones on more than two ranks; so does a world size."""
+    job = JobConfig(backend="aot_eager", ranks=4)
+    other_plan = replace(job, plan="param")
+    assert expected_grade(job, "eager", "compiled", candidate_job=other_plan) is Grade.BITWISE
+    native, native_plan = (replace(each, transport="native") for each in (job, other_plan))
+    assert expected_grade(native, "eager", "compiled", candidate_job=native_plan) is Grade.REDUCTION_ORDER
+    assert expected_grade(job, "eager", "eager", candidate_job=replace(job, ranks=2)) is Grade.REDUCTION_ORDER
+    assert expected_grade(job, "eager", "torch-fsdp2", process_group="nccl") is Grade.BITWISE
+
+
+def test_referee_job_trains_the_same_in_float64() -> None:
+    """The referee differs from its job in dtypes alone, as far as training goes."""
+    job = JobConfig(model="gpt-debug", param_dtype="bf16", seed=3, ranks=3)
+    referee = referee_job(job)
+    assert job_key(referee.to_dict(), dtypes=False) == job_key(job.to_dict(), dtypes=False)
+    assert {referee.dtype, referee.param_dtype, referee.reduce_dtype} == {"fp64"}
+    assert referee.mp_policy.param_dtype is None
+
+
+# Bounds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_the_floor_is_what_the_contract_rounds(ranks: int, reduce_dtype: str) -> None:
+    """Exact gradients, cast to bf16, summed rank by rank and divided: the error is below the floor, and not far."""
+    job = JobConfig(param_dtype="bf16", reduce_dtype=reduce_dtype, ranks=ranks, batch=ranks)
+    bound = ErrorBound.of(Grade.REDUCTION_ORDER, job, reference_ranks=1, candidate_ranks=ranks)
+    dtype = torch.float32 if reduce_dtype == "fp32" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(ranks, 10_000, generator=generator, dtype=torch.float64)
+    total = torch.zeros(10_000, dtype=dtype)
+    for local in exact:
+        total += local.bfloat16().to(dtype)
+    error = relative_error((total / ranks).float(), exact.mean(0))
+    assert bound.floor / 5 < error < bound.floor
+
+
+def test_a_lucky_reference_decides_nothing() -> None:
+    """With no error at all on the reference the limit is the floor and chance, and smaller the larger the tensor."""
+    bound = ErrorBound.of(Grade.REDUCTION_ORDER, JobConfig(), reference_ranks=2, candidate_ranks=2)
+    small, large = bound.gradient_limit(0.0, 64), bound.gradient_limit(0.0, 4096 * 4096)
+    assert bound.floor < large < 1.2 * bound.floor < small < 7 * bound.floor
+
+
+def test_limits_grow_with_grade_and_reference_error() -> None:
+    """COMPILER allows twice what REDUCTION_ORDER does, and an error r times the reference's fails for r of 10."""
+    bounds = [
+        ErrorBound.of(grade, JobConfig(), reference_ranks=2, candidate_ranks=2)
+        for grade in (Grade.REDUCTION_ORDER, Grade.COMPILER)
+    ]
+    weak, weaker = (bound.gradient_limit(1e-3, 64 * 64) for bound in bounds)
+    assert weaker == pytest.approx(2 * weak, rel=1e-6)  # the floor is far below 1e-3
+    assert 1e-3 < weak < weaker < 1e-2
+
+
+def test_half_the_loss_gained_fails() -> None:
+    """A model that learns half as fast is outside the loss bound, though each step's loss is near the right one."""
+    bound = ErrorBound.of(Grade.COMPILER, JobConfig(param_dtype="bf16"), reference_ranks=1, candidate_ranks=2)
+    losses = [5.5 - 0.1 * step for step in range(10)]
+    slow = [5.5 - 0.05 * step for step in range(10)]
+    errors = [abs(ours - theirs) / theirs for ours, theirs in zip(slow, losses, strict=True)]
+    rms = math.sqrt(sum(error * error for error in errors) / 10)
+    assert bound.loss_limit(1e-4, 0.01, losses) < rms
+
+
+# Distances
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_max_ulp_counts_representable_numbers(dtype: torch.dtype) -> None:
+    """Three times `nextafter` is 3 ulp, across a power of two and across zero alike; other dtypes have no distance."""
+    start = torch.tensor([1.0, -2.0, 0.0, 1e-3], dtype=dtype)
+    for value in start.split(1):
+        moved = value.clone()
+        for _ in range(3):
+            moved = torch.nextafter(moved, torch.full_like(moved, 10.0))
+        assert max_ulp(value, moved) == max_ulp(moved, value) == 3, value
+    assert max_ulp(torch.tensor([-0.0], dtype=dtype), torch.tensor([0.0], dtype=dtype)) == 1
+    assert max_ulp(start, start.to(torch.float32 if dtype is torch.float64 else torch.float64)) is None
+    assert max_ulp(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)) == 0
+
+
+def test_relative_error_of_nothing() -> None:
+    """Zero against zero is no error; anything against zero is infinite, or measured by what is negligible."""
+    zero, one = torch.zeros(2), torch.tensor([1.0, 0.0])
+    assert relative_error(zero, zero) == 0.0
+    assert relative_error(one, zero) == math.inf
+    assert relative_error(one, zero, least=4.0) == 0.25
+
+
+def test_worst_row_error_finds_the_row() -> None:
+    """A lost row of average size errs by about 1, whatever the size of the matrix, and its index is told."""
+    truth = torch.randn(1000, 16, generator=torch.Generator().manual_seed(0))
+    lost = truth.clone()
+    lost[-1] = 0
+    error, row = worst_row_error(lost, truth)
+    assert row == 999 and 0.9 < error <= 1.0
+    assert relative_error(lost, truth) < 0.05
+    assert worst_row_error(truth, truth) == (0.0, 0)
+    assert worst_row_error(torch.zeros(()), torch.tensor(2.0))[0] == pytest.approx(1 / math.sqrt(2))
+    assert worst_row_error(torch.empty(0, 4), torch.empty(0, 4)) == (0.0, 0)
+
+
+def test_unit_roundoff_is_half_an_epsilon() -> None:
+    """Rounding a number to a dtype errs by at most its unit roundoff, and gets that near."""
+    numbers = 1 + torch.rand(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        worst = float(((numbers.to(dtype).double() - numbers) / numbers).abs().max())
+        assert 0.9 * unit_roundoff(dtype) < worst <= unit_roundoff(dtype)

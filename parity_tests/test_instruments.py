@@ -1,0 +1,470 @@
+"""Instruments tell the truth: known gradients, known collectives and known allocations come back exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from common.engine import Engine
+from common.errors import EngineError
+from common.harness.instruments.collectives import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    count_collectives,
+    is_reduction,
+    phase,
+    tally,
+)
+from common.harness.instruments.gradients import collect_gradients, digest, l2_norm
+from common.harness.instruments.memory import live_bytes, measure_memory, peak_bytes
+from common.harness.launch import RankContext, RankPool
+from common.harness.records import CollectiveCount, load_record, save_record
+from common.harness.train import mean_loss, train
+from common.job import JobConfig
+from common.mesh import build_mesh
+from common.torch_private import Allocation, Operator, TensorArgument
+from parity_tests.runs import Runs
+
+JOB = JobConfig(steps=3, seq=32, backend="eager")
+
+
+# Gradients
+
+
+def collect_from_shards(context: RankContext) -> tuple[dict[str, float], dict[str, str], dict[str, torch.Tensor]]:
+    """Two sharded parameters, 7 rows and 2 rows, whose gradients are their own values."""
+    model = nn.Module()
+    mesh = build_mesh()
+    for name, rows in (("odd", 7), ("short", 2)):
+        whole = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+        param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        param.grad = param.detach().clone()
+        model.register_parameter(name, param)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    summary = collect_gradients(model, rank=context.rank, ranks=context.ranks, keep=True)
+    return summary.norms, summary.digests, summary.kept
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sharded_gradients_come_back_whole(pool: RankPool, ranks: int) -> None:
+    """Uneven and empty shards are put together in order, on rank 0 only; a parameter without gradient has no entry."""
+    first, *others = pool.run(collect_from_shards, ranks=ranks)
+    norms, digests, kept = first
+    assert list(kept) == ["odd", "short"]
+    for name, rows in (("odd", 7), ("short", 2)):
+        expected = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+        assert torch.equal(kept[name], expected) and type(kept[name]) is torch.Tensor
+        assert digests[name] == digest(expected)
+        assert norms[name] == pytest.approx(float(expected.double().square().sum().sqrt()), rel=1e-15)
+    assert all(other == ({}, {}, {}) for other in others)
+
+
+def give_gradient_on_rank_0(context: RankContext) -> nn.Module:
+    model = nn.Linear(2, 2)
+    if context.rank == 0:
+        model.weight.grad = torch.ones(2, 2)
+    return model
+
+
+def give_own_gradient(context: RankContext) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.full((2, 2), float(context.rank // 2))
+    return model
+
+
+def leave_partial_gradient(context: RankContext) -> nn.Module:
+    mesh = build_mesh()
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])))
+    model.weight.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Partial("avg")])
+    return model
+
+
+def error_of(context: RankContext, build: Callable[[RankContext], nn.Module]) -> str:
+    """What collecting the gradients of a broken model says; caught here, so that the pool lives on."""
+    with pytest.raises(EngineError) as caught:
+        collect_gradients(build(context), rank=context.rank, ranks=context.ranks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (give_gradient_on_rank_0, r"gradient of 'weight': rank 0 has one, rank 1 has none"),
+        (give_own_gradient, r"gradient of 'weight': rank 2 and rank 0 each hold a whole copy, and the copies differ"),
+        (leave_partial_gradient, r"'weight' on rank \d: expected it placed like its parameter, .*Shard.*Partial"),
+    ],
+)
+def test_a_broken_gradient_contract_is_an_error(
+    pool: RankPool, build: Callable[[RankContext], nn.Module], message: str
+) -> None:
+    """A gradient on some ranks only, never averaged, or not reduced is an error on every rank, and hangs none."""
+    for text in pool.run(error_of, build, ranks=3, timeout_s=60):
+        assert re.search(message, text), text
+
+
+def test_digest_sees_every_bit() -> None:
+    """Equal digests mean equal bits, dtype and shape; the sign of zero and one ulp count, strides do not."""
+    base = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert digest(base) == digest(base.clone()) == digest(base.t().contiguous().t())
+    negative_zero = base.clone()
+    negative_zero[0, 0] = -0.0
+    one_ulp = base.clone()
+    one_ulp[1, 2] = torch.nextafter(one_ulp[1, 2], torch.tensor(10.0))
+    others = [base.reshape(3, 2), base.double(), base.view(torch.int32), negative_zero, one_ulp, base[:1]]
+    assert len({digest(tensor) for tensor in (base, *others)}) == 1 + len(others)
+    assert digest(torch.tensor(1.0)) != digest(torch.tensor([1.0])) and digest(torch.empty(0, 3))
+
+
+def test_l2_norm_is_summed_in_float64() -> None:
+    """A million small elements beside a large one are not lost, as they are in fp32."""
+    values = torch.full((1_000_001,), 1e-4)
+    values[0] = 1.0
+    assert l2_norm(values) == pytest.approx(float(values.double().square().sum().sqrt()), rel=1e-12)
+    assert l2_norm(torch.tensor([1.0, float("nan")])) != l2_norm(torch.tensor([1.0]))
+
+
+# Collectives
+
+
+def ask_every_way(context: RankContext) -> dict[str, list[CollectiveCount]]:
+    """Each collective alone, in each way of asking for it; 12 elements per rank, fp32 unless named bf16."""
+    ranks, group = context.ranks, dist.group.WORLD
+    assert group is not None
+    mesh = build_mesh()
+    share, whole = torch.ones(12), torch.ones(12 * ranks)
+    sharded = nn.Parameter(distribute_tensor(torch.ones(12 * ranks), mesh, [Shard(0)]))
+
+    def gather_by_dtensor() -> torch.Tensor:
+        return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+    ways: dict[str, Callable[[], object]] = {
+        "all_gather: list": lambda: dist.all_gather([torch.empty(12) for _ in range(ranks)], share),
+        "all_gather: functional": lambda: funcol.wait_tensor(funcol.all_gather_tensor(share, 0, group)),
+        "all_gather: functional coalesced bf16": lambda: [
+            funcol.wait_tensor(out)
+            for out in funcol.all_gather_into_tensor_coalesced([share[:8].bfloat16(), share[8:].bfloat16()], group)
+        ],
+        "all_gather: DTensor": gather_by_dtensor,
+        "reduce_scatter: list": lambda: dist.reduce_scatter(torch.empty(12), list(whole.clone().chunk(ranks))),
+        "reduce_scatter: functional": lambda: funcol.wait_tensor(funcol.reduce_scatter_tensor(whole, "sum", 0, group)),
+        "reduce_scatter: functional bf16": lambda: funcol.wait_tensor(
+            funcol.reduce_scatter_tensor(whole.bfloat16(), "sum", 0, group)
+        ),
+        "all_to_all: plain": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "all_to_all: async": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, async_op=True).wait(),
+        "all_to_all: functional": lambda: funcol.wait_tensor(funcol.all_to_all_single(whole, None, None, group)),
+        "all_reduce: plain": lambda: dist.all_reduce(whole.clone()),
+        "all_reduce: functional": lambda: funcol.wait_tensor(funcol.all_reduce(whole, "sum", group)),
+        "broadcast: plain": lambda: dist.broadcast(whole.clone(), 0),
+        "barrier: plain": dist.barrier,
+    }
+    counts = {}
+    for name, way in ways.items():
+        with count_collectives() as meter, phase(FORWARD):
+            way()
+        counts[name] = meter.counts
+    with count_collectives() as meter:
+        with phase(FORWARD):
+            loss = gather_by_dtensor().sum()
+        with phase(BACKWARD):
+            loss.backward()
+        dist.all_reduce(share)  # in no phase
+    counts["training step"] = meter.counts
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_way_of_asking_is_counted_once_with_whole_bytes(pool: RankPool, ranks: int) -> None:
+    """Lists, functional collectives, coalesced ones and DTensor give one kind each, with the whole buffer's bytes."""
+    counts = pool.run(ask_every_way, ranks=ranks, timeout_s=120)[0]
+    step = counts.pop("training step")
+    for name, found in counts.items():
+        kind = name.partition(":")[0]
+        size = 0 if kind == "barrier" else 12 * ranks * (2 if "bf16" in name else 4)
+        assert found == [CollectiveCount(FORWARD, kind, 1, size)], name
+    gather, reduction = step
+    assert gather == CollectiveCount(FORWARD, "all_gather", 1, 48 * ranks)
+    assert reduction == CollectiveCount(BACKWARD, "reduce_scatter", 1, 48 * ranks)
+
+
+def count_compiled(context: RankContext, backend: str) -> list[CollectiveCount]:
+    """A weight gathered, used and reduced in a compiled graph."""
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4 * context.ranks, 4), build_mesh(), [Shard(0)]))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+        return (x @ weight.t()).relu().sum()
+
+    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+    compiled(torch.ones(2, 4)).backward()
+    with count_collectives() as meter:
+        with phase(FORWARD):
+            loss = compiled(torch.ones(2, 4))
+        with phase(BACKWARD):
+            loss.backward()
+    return meter.counts
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_collectives_of_compiled_graphs_are_counted(pool: RankPool, backend: str) -> None:
+    """Graphs of AOTAutograd and of Inductor show the same two collectives as eager code."""
+    assert pool.run(count_compiled, backend, ranks=2, timeout_s=300)[0] == [
+        CollectiveCount(FORWARD, "all_gather", 1, 8 * 4 * 4),
+        CollectiveCount(BACKWARD, "reduce_scatter", 1, 8 * 4 * 4),
+    ]
+
+
+def operator(name: str, start_ns: int, end_ns: int, *inside: str, shape: tuple[int, ...] = (8,)) -> Operator:
+    """An event with one fp32 tensor in each of two arguments."""
+    tensor = (TensorArgument(shape, 4, None),)
+    return Operator(name, start_ns, end_ns, inside, (tensor, tensor))
+
+
+def test_a_collective_belongs_to_the_phase_that_launched_it() -> None:
+    """By the time of its launch, on whichever thread; one inside another counts once; an unknown one is shown."""
+    events = [
+        operator("step phase: forward", 0, 10),
+        operator("step phase: backward", 10, 20),
+        operator("step phase: optimizer", 20, 30),
+        operator("c10d::allreduce_", 9, 15, "step phase: forward"),
+        operator("c10d::allreduce_", 12, 40),  # another thread: inside nothing
+        operator("c10d::send", 13, 14, "c10d::allreduce_"),
+        operator("c10d::new_collective_", 25, 26),
+        operator("gloo:all_reduce", 25, 26),
+        operator("c10d::allreduce_", 31, 32),
+    ]
+    assert tally(events, 2) == [
+        CollectiveCount(FORWARD, "all_reduce", 1, 32),
+        CollectiveCount(BACKWARD, "all_reduce", 1, 32),
+        CollectiveCount(OPTIMIZER, "new_collective_", 1, 0),
+    ]
+
+
+def test_ordered_reductions_count_as_reductions() -> None:
+    """A reduction in rank order travels as all-to-all; gathers and broadcasts are none."""
+    kinds = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather", "broadcast")
+    assert [is_reduction(kind) for kind in kinds] == [True, True, True, False, False]
+
+
+# Memory
+
+KIB = 1024
+
+
+def block(kib: int) -> torch.Tensor:
+    """An fp32 tensor of `kib` KiB."""
+    return torch.empty(kib * KIB // 4)
+
+
+def peak_kib(step: Callable[[], object]) -> float:
+    """The peak of `step` in KiB, by the instrument."""
+    with measure_memory(0) as meter:
+        step()
+    assert meter.peak is not None
+    return meter.peak.peak_bytes / KIB
+
+
+def test_peak_of_hand_made_allocations() -> None:
+    """Blocks alive at once add up, freed ones do not, and a resized storage counts with its new size."""
+
+    def overlap() -> None:
+        first = block(100)
+        second = block(50)
+        del first
+        third = block(80)  # 130 now, 150 before
+        del second, third
+        block(149)
+
+    def resize() -> None:
+        tensor = block(10)
+        tensor.untyped_storage().resize_(0)
+        other = block(5)
+        tensor.untyped_storage().resize_(40 * KIB)
+        del other, tensor
+
+    def views() -> list[torch.Tensor]:
+        base = block(10)
+        return [base[:5], base.view(2, -1), base.detach()]
+
+    assert peak_kib(overlap) == 150
+    assert peak_kib(resize) == 45
+    assert peak_kib(views) == 10
+    assert peak_kib(lambda: None) == 0
+
+
+def test_peak_of_a_backward_pass() -> None:
+    """Saved activations count until backward frees them: x * x * x of 100 KiB peaks at known multiples."""
+    x = torch.ones(100 * KIB // 4, requires_grad=True)
+
+    def step() -> None:
+        y = x.exp()  # saved: its result
+        z = y.exp()  # saved: its result
+        z.sum().backward()  # y and z live; grad of z is expanded, 0; grad of y 100 while z's is made from it
+        x.grad = None
+
+    # y, z, then grad_y (100) with y, z alive: 300, plus grad_x before grad_y is freed, z gone by then or not
+    assert 300 <= peak_kib(step) <= 400.01
+    assert peak_kib(step) == peak_kib(step)
+
+
+def test_start_bytes_are_added() -> None:
+    """What was live before the step is part of its peak."""
+    with measure_memory(7 * KIB) as meter:
+        block(3)
+    assert meter.peak is not None
+    assert (meter.peak.start_bytes, meter.peak.peak_bytes) == (7 * KIB, 10 * KIB)
+
+
+def allocation(time_ns: int, address: int, size: int, *inside: str) -> Allocation:
+    """An allocator event."""
+    return Allocation(time_ns, address, size, "cpu", inside)
+
+
+def used(name: str, start_ns: int, end_ns: int, address: int) -> Operator:
+    """An event that was given the storage at `address`."""
+    return Operator(name, start_ns, end_ns, (), ((TensorArgument((1,), 1, address),),))
+
+
+def test_unreported_frees_are_found() -> None:
+    """A collective's buffer that nobody freed ends with its last use; the same block without a collective lives on."""
+    events = [allocation(0, 0xA, 100), allocation(50, 0xB, 10), allocation(60, 0xB, -10)]
+    launch, transfer = used("c10d::_allgather_base_", 10, 12, 0xA), used("gloo:all_gather", 11, 40, 0xA)
+    assert peak_bytes(events, [launch, transfer]) == 100
+    assert peak_bytes(events, [launch, used("gloo:all_gather", 11, 55, 0xA)]) == 110
+    assert peak_bytes(events, [used("aten::add", 10, 12, 0xA)]) == 110
+
+
+def test_an_address_handed_out_again_ends_its_block() -> None:
+    """An unreported free cannot be later than the next allocation at its address."""
+    events = [allocation(0, 0xA, 100), allocation(50, 0xA, 60), allocation(60, 0xA, -60)]
+    assert peak_bytes(events, []) == 100
+    assert peak_bytes(events, [used("c10d::send", 10, 70, 0xA)]) == 100
+
+
+def test_buffers_of_the_backend_are_left_out() -> None:
+    """What a backend stages inside a collective, or on its own thread, is no tensor of the program."""
+    events = [
+        allocation(0, 0xA, 100),
+        allocation(1, 0xB, 1000, "c10d::allgather_", "aten::empty"),
+        allocation(2, 0xB, -1000, "c10d::allgather_"),
+        allocation(3, 0xC, 1000, "gloo:all_gather"),
+        allocation(4, 0xD, 10, "_c10d_functional::all_gather_into_tensor"),
+        allocation(5, 0xE, -1000),  # older than the recording
+    ]
+    assert peak_bytes(events, []) == 110
+
+
+def measure_async_collectives(context: RankContext) -> list[float]:
+    """The peak, in KiB, of five steps that each exchange 3 blocks of 64 KiB per rank with work handles."""
+
+    def step() -> None:
+        for _ in range(3):
+            sent, received = block(64 * context.ranks), block(64 * context.ranks)
+            work = dist.all_to_all_single(received, sent, async_op=True)
+            del sent  # from here on the backend alone holds it
+            busy = block(40)
+            work.wait()
+            del work, received, busy
+        block(10 * context.ranks)
+
+    step()
+    return [peak_kib(step) for _ in range(5)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_peak_with_gloo_is_exact_and_the_same_every_time(pool: RankPool, ranks: int) -> None:
+    """Buffers that gloo's threads free unseen do not pile up: in five repeats, on all ranks, sent + received + 40."""
+    for peaks in pool.run(measure_async_collectives, ranks=ranks, timeout_s=60):
+        assert peaks == [2 * 64 * ranks + 40] * 5
+
+
+def test_live_bytes_counts_each_storage_once() -> None:
+    """Parameters, optimizer state and what an engine keeps count once each; views, integers and ignored ones do not."""
+    before = live_bytes()
+    model = nn.Linear(256, 4, bias=False)  # 4 KiB
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()  # two moments, and a step count of 4 bytes
+    optimizer.zero_grad()
+    kept, view, data, ignored = block(3), model.weight.detach()[:2], torch.zeros(99, dtype=torch.int64), block(5)
+    assert live_bytes(ignore=[ignored]) - before == (4 + 8 + 3) * KIB + 4
+    assert kept is not view is not data
+
+
+# The train loop
+
+
+def rename(model: nn.Module, mesh: object, job: JobConfig) -> nn.Module:
+    """An engine that moves a parameter into a wrapper."""
+    model.inner = nn.Module()
+    model.inner.register_parameter("weight", model.norm._parameters.pop("weight"))
+    return model
+
+
+def train_renamed(context: RankContext) -> str:
+    with pytest.raises(EngineError) as caught:
+        train(context, Engine("renaming", "", rename, True), JOB)
+    return str(caught.value)
+
+
+def test_changed_parameter_names_are_an_error(pool: RankPool) -> None:
+    """An engine that renames a parameter is stopped before training, and both names are told."""
+    (message,) = pool.run(train_renamed, ranks=1)
+    assert "engine 'renaming'" in message and "norm.weight -> output.weight" in message
+
+
+@pytest.mark.parametrize("engine", ["single", "torch-fsdp2"])
+def test_a_job_run_twice_is_the_same(pool: RankPool, runs: Runs, engine: str) -> None:
+    """Losses, every gradient's bits, collectives and memory peaks repeat exactly."""
+    again, _ = Runs(pool)(engine, JOB)
+    first, _ = runs(engine, JOB)
+    assert replace(again, first_step_s=0, environment=first.environment) == replace(first, first_step_s=0)
+
+
+def test_a_record_holds_what_the_job_did(runs: Runs) -> None:
+    """Losses per step and rank, norms that are those of the parameters, one peak per rank, step-0 gradients."""
+    record, gradients = runs("torch-fsdp2", JOB)
+    assert [len(ranks) for ranks in record.losses] == [2] * JOB.steps
+    assert record.world_size == len(record.memory) == 2
+    for norm, norms in zip(record.grad_norms, record.param_norms, strict=True):
+        assert norm == pytest.approx(sum(each**2 for each in norms.values()) ** 0.5, rel=1e-12)
+    assert record.grad_digests[0] == {name: digest(gradient) for name, gradient in gradients.items()}
+    assert len(set(record.grad_norms)) == JOB.steps and record.first_step_s > 0
+    assert all(0 < rank.start_bytes < rank.peak_bytes for rank in record.memory)
+
+
+def test_one_process_takes_the_whole_batch(runs: Runs) -> None:
+    """An engine that is not data parallel has one loss per step: the mean of what the ranks of another see."""
+    single, parallel = runs("single", JOB)[0], runs("ddp", JOB)[0]
+    assert single.world_size == 1 and [len(losses) for losses in single.losses] == [1] * JOB.steps
+    assert single.mean_losses[0] == pytest.approx(parallel.mean_losses[0], rel=1e-6)
+    assert parallel.losses[0][0] != parallel.losses[0][1]
+
+
+def test_records_survive_the_disk(runs: Runs, tmp_path: object) -> None:
+    """What is read back is what was written, gradients bit for bit."""
+    record, gradients = runs("ddp", JOB)
+    save_record(tmp_path, record, gradients)  # type: ignore[arg-type]
+    loaded, tensors = load_record(tmp_path, "ddp")  # type: ignore[arg-type]
+    assert loaded == record
+    assert {name: digest(tensor) for name, tensor in tensors.items()} == record.grad_digests[0]
+
+
+def test_loss_is_taken_in_fp32_or_wider() -> None:
+    """bf16 logits give the fp32 loss of the same numbers, float64 logits a float64 loss."""
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    expected = -logits.bfloat16().double().log_softmax(-1).gather(-1, targets[..., None]).mean()
+    assert mean_loss(logits.bfloat16(), targets).dtype is torch.float32
+    assert mean_loss(logits.bfloat16(), targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert mean_loss(logits.double(), targets).dtype is torch.float64

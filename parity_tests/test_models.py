@@ -1,0 +1,726 @@
+"""The models compute what their papers say, in each dtype, and start from the same values however they are built."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from common.errors import ConfigError
+from common.models import (
+    LanguageModel,
+    build_model,
+    check_seq,
+    describe_models,
+    initial_value,
+    initialise,
+    model_limits,
+    model_names,
+)
+from common.models.gpt import CONFIGS as GPTS
+from common.models.gpt import GPT, GPTConfig
+from common.models.llama import CONFIGS as LLAMAS
+from common.models.llama import (
+    Attention,
+    Llama,
+    LlamaConfig,
+    RMSNorm,
+    RopeScaling,
+    rope_frequencies,
+    rope_table,
+    rotate,
+)
+
+DEBUG = ("llama-debug", "gpt-debug", "gpt-debug-tied")
+F64 = torch.float64
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tokens(batch: int = 2, seq: int = 33) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, seq), generator=torch.Generator().manual_seed(5))
+
+
+def normal(*shape: int, dtype: torch.dtype = F64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=F64).to(dtype)
+
+
+def debug_model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A model whose every parameter matters: zeros and ones of the initialisation are moved off."""
+    model = build_model(name, seed=3, dtype=F64)
+    assert isinstance(model, LanguageModel)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape, generator=generator, dtype=F64))
+    return model.to(dtype)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().to(F64) for name, value in model.state_dict().items()}
+
+
+# --- what the models compute -----------------------------------------------------------------------------------------
+
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of [batch, heads, seq, head_dim], spelled out."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1) @ v
+
+
+def complex_rotation(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary embedding of [batch, heads, seq, head_dim] as a product with unit complex numbers."""
+    seq, width = x.shape[-2:]
+    angles = [[position * theta ** (-2 * i / width) for i in range(width // 2)] for position in range(seq)]
+    turns = torch.exp(1j * torch.tensor(angles, dtype=F64))
+    pairs = torch.view_as_complex(x.to(F64).reshape(*x.shape[:-1], width // 2, 2).contiguous())
+    return torch.view_as_real(pairs * turns).reshape(x.shape)
+
+
+def split_heads(x: torch.Tensor, n_heads: int) -> torch.Tensor:
+    batch, seq, width = x.shape
+    return x.reshape(batch, seq, n_heads, width // n_heads).permute(0, 2, 1, 3)
+
+
+def merge_heads(x: torch.Tensor) -> torch.Tensor:
+    batch, n_heads, seq, width = x.shape
+    return x.permute(0, 2, 1, 3).reshape(batch, seq, n_heads * width)
+
+
+def attention_by_hand(x: torch.Tensor, w: dict[str, torch.Tensor], at: str, config: LlamaConfig) -> torch.Tensor:
+    q = complex_rotation(split_heads(x @ w[f"{at}wq.weight"].T, config.n_heads), config.rope_theta)
+    k = complex_rotation(split_heads(x @ w[f"{at}wk.weight"].T, config.n_kv_heads), config.rope_theta)
+    v = split_heads(x @ w[f"{at}wv.weight"].T, config.n_kv_heads)
+    served_by = [head // (config.n_heads // config.n_kv_heads) for head in range(config.n_heads)]
+    return merge_heads(softmax_attention(q, k[:, served_by], v[:, served_by])) @ w[f"{at}wo.weight"].T
+
+
+def llama_by_hand(w: dict[str, torch.Tensor], ids: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).sum(-1, keepdim=True) / config.dim + config.norm_eps).sqrt() * w[f"{name}.weight"]
+
+    x = w["tok_embeddings.weight"][ids]
+    for i in range(config.n_layers):
+        at = f"layers.{i}."
+        x = x + attention_by_hand(norm(x, f"{at}attention_norm"), w, f"{at}attention.", config)
+        y = norm(x, f"{at}ffn_norm")
+        gate, up = y @ w[f"{at}feed_forward.w1.weight"].T, y @ w[f"{at}feed_forward.w3.weight"].T
+        x = x + (gate / (1 + torch.exp(-gate)) * up) @ w[f"{at}feed_forward.w2.weight"].T
+    return norm(x, "norm") @ w["output.weight"].T
+
+
+def gpt_by_hand(w: dict[str, torch.Tensor], ids: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        normed = centred / (centred.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    x = w["wte.weight"][ids] + w["wpe.weight"][: ids.shape[1]]
+    for i in range(config.n_layers):
+        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        q, k, v = (split_heads(qkv[..., j * config.dim : (j + 1) * config.dim], config.n_heads) for j in range(3))
+        x = x + linear(merge_heads(softmax_attention(q, k, v)), f"h.{i}.attn.c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        gelu = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(gelu, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ w["lm_head.weight"].T
+
+
+def by_hand(model: LanguageModel, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    if isinstance(model.config, LlamaConfig):
+        return llama_by_hand(w, ids, model.config)
+    assert isinstance(model.config, GPTConfig)
+    return gpt_by_hand(w, ids, model.config)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_forward_equals_the_formulas_written_out(name: str) -> None:
+    """In float64 the logits are those of the papers' formulas, to rounding of the last bits."""
+    model = debug_model(name, F64)
+    torch.testing.assert_close(model(tokens()), by_hand(model, weights(model), tokens()), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_gradients_equal_those_of_the_formulas(name: str) -> None:
+    """In float64 every parameter's gradient is that of the formulas; a tied weight's is the sum over both uses."""
+    model = debug_model(name, F64)
+    F.cross_entropy(model(tokens())[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()).backward()
+    named = {key: value.clone().requires_grad_() for key, value in weights(model).items()}
+    F.cross_entropy(by_hand(model, named, tokens())[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()).backward()
+    tied = isinstance(model.config, GPTConfig) and model.config.tied
+    for key, param in model.named_parameters():
+        expected = named[key].grad
+        if tied and key == "wte.weight":
+            assert expected is not None and named["lm_head.weight"].grad is not None
+            expected = expected + named["lm_head.weight"].grad
+        torch.testing.assert_close(param.grad, expected, rtol=1e-9, atol=1e-13, msg=key)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_in_low_precision_stays_near_float64(name: str, dtype: torch.dtype) -> None:
+    """Logits keep the parameters' dtype, and their error is a few dozen roundings of that dtype.
+
+    Some 10 roundings per block add up along 3 blocks and the ends: 32 unit roundings, relative to the largest logit.
+    """
+    model = debug_model(name, dtype)
+    logits = model(tokens()).detach()
+    exact = by_hand(model, weights(model), tokens())
+    assert logits.dtype is dtype
+    assert float((logits.to(F64) - exact).abs().max() / exact.abs().max()) < 32 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 3, 6])
+def test_grouped_attention_equals_repeated_heads(n_kv_heads: int) -> None:
+    """Query head h uses key and value head h // (heads / kv heads): one, some or all, spelled out with softmax."""
+    config = LlamaConfig(
+        vocab_size=8, dim=36, n_layers=1, n_heads=6, n_kv_heads=n_kv_heads, ffn_dim=8, max_seq_len=64, rope_theta=100.0
+    )
+    attention = Attention(config)
+    for param in attention.parameters():
+        param.data = normal(*param.shape)
+    x = normal(2, 17, 36)
+    expected = attention_by_hand(x, weights(attention), "", config)
+    torch.testing.assert_close(attention(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_logits_never_depend_on_later_tokens(name: str) -> None:
+    """Attention is causal: changing token 20 changes the logits from there on, and none before."""
+    model, ids = debug_model(name), tokens()
+    changed = ids.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 256
+    same = (model(ids) == model(changed)).all(-1)
+    assert same[:, :20].all() and not same[:, 20:].any()
+
+
+def test_rotation_equals_complex_multiplication() -> None:
+    """Neighbouring features are real and imaginary part, multiplied by exp(i * position * frequency)."""
+    config = LLAMAS["llama-debug"]
+    x = normal(2, 3, 40, config.head_dim)
+    turned = rotate(x, rope_table(config, 40, x.device, F64))
+    torch.testing.assert_close(turned, complex_rotation(x, config.rope_theta), rtol=1e-12, atol=1e-13)
+
+
+def test_rotation_of_bf16_is_done_in_fp32() -> None:
+    """A bf16 vector is rounded once, at the end: within half a bf16 spacing of the exact rotation, plus fp32's."""
+    config = LLAMAS["llama3-8b"]
+    x = normal(1, 2, 4096, config.head_dim, dtype=torch.bfloat16)
+    turned = rotate(x, rope_table(config, 4096, x.device, torch.float32))
+    exact = complex_rotation(x, config.rope_theta)
+    assert turned.dtype is torch.bfloat16
+    allowed = exact.abs() * 2**-8 + x.abs().max().to(F64) * 4 * 2**-24
+    assert ((turned.to(F64) - exact).abs() <= allowed).all()
+
+
+def test_rotary_table_is_exact_far_out() -> None:
+    """At the last position of a long context the fp32 table is the true cosine and sine, rounded.
+
+    Angles taken in fp32 would be off by up to 131071 * 2**-24 = 8e-3 there.
+    """
+    config = LLAMAS["llama3-405b"]
+    table = rope_table(config, config.max_seq_len, torch.device("cpu"), torch.float32)
+    for pair, frequency in enumerate(scaled_frequencies(config)):
+        angle = (config.max_seq_len - 1) * frequency
+        for row, true in zip(table[:, -1, pair].tolist(), (math.cos(angle), math.sin(angle)), strict=True):
+            assert abs(row - true) <= 2**-25 + 1e-9
+
+
+def scaled_frequencies(config: LlamaConfig) -> list[float]:
+    """Llama 3.1's rule case by case, by wavelength, as its authors state it."""
+    plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    if config.rope_scaling is None:
+        return plain
+    s = config.rope_scaling
+    scaled = []
+    for frequency in plain:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < s.original_seq_len / s.high:
+            scaled.append(frequency)
+        elif wavelength > s.original_seq_len / s.low:
+            scaled.append(frequency / s.factor)
+        else:
+            smooth = (s.original_seq_len / wavelength - s.low) / (s.high - s.low)
+            scaled.append((1 - smooth) * frequency / s.factor + smooth * frequency)
+    return scaled
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(), RopeScaling(factor=32, low=2, high=5, original_seq_len=512)])
+def test_rotary_frequencies_follow_the_published_rule(scaling: RopeScaling | None) -> None:
+    """Frequencies are theta ** (-2i / head_dim); scaling keeps fast ones, divides slow ones, mixes between."""
+    config = LlamaConfig(
+        vocab_size=8, dim=128, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8, max_seq_len=8, rope_scaling=scaling
+    )
+    found = rope_frequencies(config)
+    torch.testing.assert_close(found, torch.tensor(scaled_frequencies(config), dtype=F64), rtol=1e-12, atol=0)
+    if scaling is not None:
+        plain = torch.tensor(scaled_frequencies(LLAMAS["llama3-8b"]), dtype=F64)
+        ratio = found / plain
+        assert ((ratio < 0.999) & (ratio * scaling.factor > 1.001)).any(), "the case reaches the mixed range"
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_rmsnorm_equals_its_formula(dtype: torch.dtype) -> None:
+    """x / sqrt(mean(x^2) + eps) * weight, taken in fp32 or wider.
+
+    The output's dtype rounds once after the division (half an eps) and, unless the weight is one, once more after the
+    product; the wider dtype adds a few roundings of its own. Some rows are large, some small against the formula's eps.
+    """
+    x = torch.cat([normal(64, 50), 1e15 * normal(4, 50), 1e-4 * normal(4, 50)]).to(dtype)
+    exact = x.to(F64) / (x.to(F64).pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    unit = torch.finfo(dtype).eps / 2
+    wide = 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    for weight, roundings in ((torch.ones(50, dtype=dtype), 1), (normal(50, dtype=dtype), 2)):
+        norm = RMSNorm(50, eps=1e-5)
+        norm.weight.data = weight
+        found, expected = norm(x).detach(), exact * weight.to(F64)
+        assert found.dtype is dtype
+        assert ((found.to(F64) - expected).abs() <= expected.abs() * ((1 + unit) ** roundings - 1 + wide)).all()
+
+
+@pytest.mark.parametrize("name", ["llama-debug", "gpt-debug"])
+def test_sequence_above_the_limit_is_refused(name: str) -> None:
+    """A sequence of `max_seq_len` runs; one token more is a ConfigError that names both numbers."""
+    model = debug_model(name)
+    limit = model.config.max_seq_len
+    assert model(tokens(1, limit)).shape == (1, limit, 256)
+    message = f"at most {limit} tokens, found {limit + 1}"
+    with pytest.raises(ConfigError, match=message):
+        model(tokens(1, limit + 1))
+    with pytest.raises(ConfigError, match=message):
+        check_seq(limit + 1, model_limits(model).max_seq_len)
+
+
+# --- what sharding needs of them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_compiles_whole_and_keeps_its_bits(name: str, dtype: torch.dtype) -> None:
+    """Under `torch.compile(fullgraph=True)` with aot_eager, logits and every gradient have the bits of eager mode."""
+    model = debug_model(name, dtype)
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        logits = run(tokens())
+        F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens()[:, 1:].flatten()).backward()
+        found.append([logits.detach(), *(param.grad for param in model.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        assert plain is not None and compiled is not None and torch.equal(plain, compiled)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_modules_take_one_tensor_each(name: str) -> None:
+    """Every module's only input is its activation (or token ids): no table that FSDP would cast with the inputs."""
+    model, ids = debug_model(name), tokens()
+    seen: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        assert not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
+        assert args[0].shape[:2] == ids.shape or args[0].shape == ids.shape[1:]
+        seen[type(module).__name__, args[0].dtype] += 1
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look, with_kwargs=True)
+    model(ids)
+    assert seen["Block", torch.float32] == model.config.n_layers
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_weights_are_read_once_per_forward(name: str) -> None:
+    """Each module reads each of its parameters once: under FSDP a read may be a gather."""
+    model = debug_model(name)
+    reads: Counter[str] = Counter()
+
+    class Count(nn.Module):
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            reads[self.key] += 1
+            return value
+
+    keys = [key for key, _ in model.named_parameters(remove_duplicate=False)]
+    for key in keys:
+        owner, _, leaf = key.rpartition(".")
+        parametrize.register_parametrization(model.get_submodule(owner), leaf, Count(key), unsafe=True)
+    reads.clear()
+    model(tokens())
+    assert reads == Counter(keys)
+
+
+def test_tied_head_is_one_parameter() -> None:
+    """The tied head is the embedding itself on every device and in every dtype, under both names in the state dict."""
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (F64, "cpu"), (torch.bfloat16, "meta")):
+        model = build_model("gpt-debug-tied", seed=0, dtype=dtype, device=device)
+        assert isinstance(model, GPT)
+        assert model.lm_head.weight is model.wte.weight
+        assert model.lm_head.weight.dtype is dtype
+        assert {"wte.weight", "lm_head.weight"} <= set(model.state_dict())
+        assert "lm_head.weight" not in dict(model.named_parameters())
+    untied = build_model("gpt-debug", seed=0)
+    assert isinstance(untied, GPT)
+    assert untied.lm_head.weight is not untied.wte.weight
+
+
+@pytest.mark.parametrize("name", ["llama-debug", "gpt-debug", "gpt-debug-tied"])
+def test_debug_models_shard_unevenly(name: str) -> None:
+    """On 3 and on 4 ranks some parameter's rows leave a remainder, so that uneven shards are always exercised."""
+    rows = [param.shape[0] for param in build_model(name, seed=0, device="meta").parameters()]
+    assert any(count % 3 for count in rows) and any(count % 4 for count in rows)
+
+
+def test_names_are_those_of_torchtitan_and_gpt2() -> None:
+    """State-dict keys of a block and of the ends, in order of use."""
+    llama = list(build_model("llama-debug", seed=0, device="meta").state_dict())
+    assert [key.removesuffix(".weight") for key in llama if not key.startswith(("layers.1.", "layers.2."))] == [
+        "tok_embeddings",
+        *(f"layers.0.{part}" for part in ("attention_norm", "attention.wq", "attention.wk", "attention.wv")),
+        "layers.0.attention.wo",
+        *(f"layers.0.{part}" for part in ("ffn_norm", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")),
+        "norm",
+        "output",
+    ]
+    gpt = list(build_model("gpt-debug", seed=0, device="meta").state_dict())
+    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    block = [f"h.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
+    expected = ["wte.weight", "wpe.weight", *block, "ln_f.weight", "ln_f.bias", "lm_head.weight"]
+    assert [key for key in gpt if not key.startswith(("h.1.", "h.2."))] == expected
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
+}
+"""Exact counts of the published weights; GPT-3's, which are not published, from the sizes in its table 2.1."""
+
+
+def closed_formula(config: object) -> int:
+    if isinstance(config, LlamaConfig):
+        d, kv = config.dim, config.n_kv_heads * (config.dim // config.n_heads)
+        block = 2 * d * d + 2 * d * kv + 3 * d * config.ffn_dim + 2 * d
+        return 2 * config.vocab_size * d + config.n_layers * block + d
+    assert isinstance(config, GPTConfig)
+    d, f = config.dim, config.ffn_dim
+    block = (3 * d * d + 3 * d) + (d * d + d) + (d * f + f) + (f * d + d) + 4 * d
+    heads = 1 if config.tied else 2
+    return (heads * config.vocab_size + config.max_seq_len) * d + config.n_layers * block + 2 * d
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    """Every model of the list has the count of its closed formula; the published ones have the published count."""
+    infos = describe_models()
+    counts = {info.name: info.params for info in infos}
+    assert tuple(counts) == model_names()
+    assert counts == {info.name: closed_formula(info.config) for info in infos}
+    assert PUBLISHED.items() <= counts.items()
+    assert 3e6 < counts["llama-tiny"] < 6e6
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "scaling"),
+    [
+        ("llama3-8b", 8192, None),
+        ("llama3-70b", 8192, None),
+        ("llama3-405b", 131_072, RopeScaling(factor=8.0, low=1.0, high=4.0, original_seq_len=8192)),
+    ],
+)
+def test_llama_positions_are_the_published_ones(name: str, positions: int, scaling: RopeScaling | None) -> None:
+    """What no parameter count shows: base 500,000 and epsilon 1e-5 in all, scaled frequencies in 3.1 alone."""
+    config = LLAMAS[name]
+    assert (config.max_seq_len, config.rope_scaling) == (positions, scaling)
+    assert (config.rope_theta, config.norm_eps, config.head_dim, config.n_kv_heads) == (500_000.0, 1e-5, 128, 8)
+
+
+@pytest.mark.parametrize("name", ["llama3-405b", "gpt3-175b"])
+def test_largest_models_build_on_meta(name: str) -> None:
+    """Hundreds of billions of parameters are described without a byte of memory, in the dtype asked for."""
+    model = build_model(name, seed=0, dtype=torch.bfloat16, device="meta")
+    assert all(param.is_meta and param.dtype is torch.bfloat16 for param in model.parameters())
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, *GPTS])
+def test_models_expose_their_limits(name: str) -> None:
+    """Every model says its vocabulary and its longest sequence; bytes fit all of them."""
+    model = build_model(name, seed=0, device="meta")
+    limits = model_limits(model)
+    assert isinstance(model, LanguageModel)
+    assert (limits.vocab_size, limits.max_seq_len) == (model.config.vocab_size, model.config.max_seq_len)
+    assert limits.vocab_size is not None and limits.vocab_size >= 256
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"n_heads": 3}, "dim 64 does not divide over 3 heads"),
+        ({"n_kv_heads": 3}, "4 query heads do not divide over 3"),
+        ({"n_heads": 64, "n_kv_heads": 64}, "head_dim 1 must be even"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
+    """Heads that do not divide, or cannot be turned in pairs, are a ConfigError when the config is made."""
+    plain = {"vocab_size": 8, "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 8, "max_seq_len": 8}
+    with pytest.raises(ConfigError, match=message):
+        LlamaConfig(**plain | sizes)  # type: ignore[arg-type]
+
+
+# --- initial values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_initial_values_do_not_depend_on_order_or_neighbours(name: str) -> None:
+    """Drawn alone, in any order, amid other use of torch's generators, a parameter gets its value in the model."""
+    model = build_model(name, seed=4)
+    meta = build_model(name, seed=99, device="meta")
+    names = [key for key, _ in model.named_parameters()]
+    random.Random(0).shuffle(names)
+    for key in names[: len(names) // 2]:
+        torch.rand(3)
+        assert torch.equal(initial_value(meta, key, 4), model.get_parameter(key))
+
+
+def test_initial_values_are_the_same_in_a_deeper_model() -> None:
+    """A parameter outside the residual outputs keeps its value when blocks are added: its name alone decides."""
+    values = []
+    for depth in (1, 3):
+        config = LlamaConfig(vocab_size=16, dim=8, n_layers=depth, n_heads=2, n_kv_heads=1, ffn_dim=12, max_seq_len=8)
+        model = Llama(config)
+        initialise(model, 2)
+        values.append(dict(model.named_parameters()))
+    shallow, deep = values
+    for key, value in shallow.items():
+        scale = math.sqrt(3) if key.endswith(("wo.weight", "w2.weight")) else 1.0
+        torch.testing.assert_close(deep[key] * scale, value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_initial_values_in_every_dtype_are_the_fp32_ones(name: str) -> None:
+    """A float64 model holds the fp32 values exactly, a bf16 model their roundings."""
+    plain = dict(build_model(name, seed=1).named_parameters())
+    for dtype in (F64, torch.bfloat16):
+        for key, param in build_model(name, seed=1, dtype=dtype).named_parameters():
+            assert param.dtype is dtype and torch.equal(param, plain[key].to(dtype))
+
+
+def test_initial_values_differ_by_seed_and_by_name() -> None:
+    """Another seed changes every drawn parameter, and no two parameters of one model share their numbers."""
+    drawn = [
+        param.flatten()[:16].tolist()
+        for seed in (0, 1, 10)
+        for _, param in build_model("gpt-debug", seed=seed).named_parameters()
+        if param.ndim == 2
+    ]
+    assert len({tuple(values) for values in drawn}) == len(drawn) == 3 * 15
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_initial_values_have_the_stated_spread(name: str) -> None:
+    """Scales are ones, biases zeros, the rest has deviation 0.02, residual outputs 0.02 / sqrt(2 * layers).
+
+    The deviation of n normal draws strays by 1 / sqrt(2n) of itself, the mean by 1 / sqrt(n): 6 such are allowed.
+    """
+    model = build_model(name, seed=0)
+    assert isinstance(model, LanguageModel)
+    residual = ("wo.weight", "w2.weight", "c_proj.weight")
+    for key, param in model.named_parameters():
+        if key.endswith("bias"):
+            assert (param == 0).all()
+        elif "norm" in key or "ln_" in key:
+            assert (param == 1).all()
+        else:
+            std = 0.02 / math.sqrt(12) if key.endswith(residual) else 0.02
+            n, value = param.numel(), param.detach()
+            assert abs(float(value.std()) / std - 1) < 6 / math.sqrt(2 * n), key
+            assert abs(float(value.mean())) < 6 * std / math.sqrt(n), key
+
+
+def test_initial_values_are_the_same_in_every_process() -> None:
+    """A process with another hash seed draws the same bits; and building needs none of torch's compiler.
+
+    The compiler takes seconds to import, which every rank of an eager run would pay.
+    """
+    script = (
+        "import hashlib, sys; from common.models import build_model;"
+        "build_model('llama-debug', seed=0, device='meta');"
+        "model = build_model('gpt-debug-tied', seed=6);"
+        "bits = b''.join(param.detach().numpy().tobytes() for param in model.parameters());"
+        "print(hashlib.sha256(bits).hexdigest(), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONHASHSEED": "1234", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    model = build_model("gpt-debug-tied", seed=6)
+    bits = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
+    assert done.stdout.split() == [hashlib.sha256(bits).hexdigest(), "False"]
+
+
+def test_building_leaves_torchs_generator_alone() -> None:
+    """Neither a model of the registry nor a user's moves the random stream of the caller."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    build_model("llama-debug", seed=0)
+    build_model("parity_tests.test_models:user_model", seed=0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_initialise_refuses_a_model_without_memory() -> None:
+    """On meta there is nothing to write to; saying nothing would leave the model uninitialised."""
+    with pytest.raises(ConfigError, match=r"'tok_embeddings\.weight' is on the meta device"):
+        initialise(build_model("llama-debug", seed=0, device="meta"), 0)
+
+
+# --- the user's own model, and names ---------------------------------------------------------------------------------
+
+
+class UserModel(nn.Module):
+    """Tied weights, a frozen one, and buffers of three kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+        self.inner["head"].weight = self.inner["embed"].weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("turns", torch.exp(1j * torch.arange(4.0)))
+        self.register_buffer("counts", torch.arange(4))
+
+
+def user_model() -> nn.Module:
+    return UserModel()
+
+
+def number() -> int:
+    return 3
+
+
+def needs_width(width: int, *, depth: int, heads: int = 2) -> nn.Module:
+    return nn.Linear(width, depth, bias=bool(heads))
+
+
+THIS = "parity_tests.test_models"
+
+
+@pytest.mark.parametrize("target", ["user_model", "UserModel"])
+def test_user_model_is_drawn_at_the_seed(target: str) -> None:
+    """A user's function or class is called with torch's generators at `seed`, and keeps the values it draws."""
+    torch.manual_seed(8)
+    expected = UserModel().get_parameter("inner.embed.weight")
+    torch.rand(5)
+    for seed, same in ((8, True), (9, False)):
+        found = build_model(f"{THIS}:{target}", seed=seed).get_parameter("inner.embed.weight")
+        assert torch.equal(found, expected) is same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
+def test_user_model_is_cast_and_otherwise_kept(dtype: torch.dtype) -> None:
+    """Real floating-point parameters and buffers are cast; ties, flags, complex and integer buffers stay."""
+    model = build_model(f"{THIS}:user_model", seed=0, dtype=dtype)
+    assert isinstance(model, UserModel)
+    assert model.inner["head"].weight is model.inner["embed"].weight
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    assert not model.frozen.requires_grad
+    buffers = dict(model.named_buffers())
+    assert {key: buffer.dtype for key, buffer in buffers.items()} == {
+        "table": dtype,
+        "turns": torch.complex64,
+        "counts": torch.int64,
+    }
+    assert "table" not in model.state_dict()
+    assert buffers["turns"].imag.abs().max() > 0
+
+
+def test_user_model_builds_on_meta() -> None:
+    """On meta a user's model has shapes and ties, and no memory."""
+    model = build_model(f"{THIS}:user_model", seed=0, device="meta", dtype=F64)
+    assert isinstance(model, UserModel)
+    assert all(param.is_meta and param.dtype is F64 for param in model.parameters())
+    assert model.inner["head"].weight is model.inner["embed"].weight
+
+
+def test_user_model_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed command does not search the working directory; build_model does."""
+    (tmp_path / "my_net_a.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(2, 3)\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(build_model("my_net_a:build", seed=0), nn.Linear)
+
+
+def test_errors_inside_the_users_code_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing import in the user's module, and whatever its function raises, are the user's to see as they are."""
+    (tmp_path / "my_net_b.py").write_text("import no_such_package_at_all\n")
+    (tmp_path / "my_net_c.py").write_text("def build():\n    raise KeyError('inside')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        build_model("my_net_b:build", seed=0)
+    with pytest.raises(KeyError, match="inside"):
+        build_model("my_net_c:build", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama-debg", r"'llama-debg' is unknown \(did you mean 'llama-debug'\?\); known are llama-debug, .*gpt3-175b"),
+        ("zzz", r"'zzz' is unknown; known are llama-debug"),
+        ("", r"'' is unknown"),
+        ("no_such_module_here:build", r"no module 'no_such_module_here' in .*PYTHONPATH"),
+        ("parity_tests.nothing.here:build", r"no module 'parity_tests\.nothing'"),
+        (f"{THIS}:user_modl", r"has no 'user_modl' \(did you mean 'user_model'\?\)"),
+        (f"{THIS}:ROOT", r"expected a function, found 'ROOT' of type \w*PosixPath"),
+        (f"{THIS}:number", r"expected the function to return an nn\.Module, found int"),
+        (f"{THIS}:needs_width", r"found one that needs width, depth"),
+        ("nets/mine.py:build", r"expected an import path, found a file; write nets\.mine:build"),
+        (":build", r"expected module:function"),
+        ("module:", r"expected module:function"),
+        ("a:b:c", r"expected module:function"),
+        (".:f", r"expected module:function"),
+    ],
+)
+def test_wrong_model_names_are_refused_in_one_line(name: str, message: str) -> None:
+    """Each wrong name is a ConfigError (exit code 2) of one line that says what to write instead."""
+    with pytest.raises(ConfigError, match=message) as error:
+        build_model(name, seed=0)
+    assert "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+def test_limits_are_read_from_foreign_configs() -> None:
+    """Hugging Face's name for the longest sequence counts as well; a model without a config says nothing."""
+
+    class Config:
+        vocab_size = 7
+        max_position_embeddings = 9
+
+    model = nn.Linear(1, 1)
+    assert (model_limits(model).vocab_size, model_limits(model).max_seq_len) == (None, None)
+    model.config = Config()  # type: ignore[assignment]
+    assert (model_limits(model).vocab_size, model_limits(model).max_seq_len) == (7, 9)
+    check_seq(10**9, None)

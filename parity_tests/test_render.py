@@ -1,0 +1,430 @@
+"""Tables and formats, from records that were frozen: no rank runs here.
+
+`frozen/` is what `fsdp-parity compare --model parity_tests.engines.models:bigram --engines eager,compiled,ddp
+--backend aot_eager --steps 14 --batch 4 --seq 8 --lr 1` wrote, but for the gradients. A change that cannot read it
+needs a new schema version, and new records.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bench import tables, views
+from bench.documents import comparison_document
+from bench.judge import judged_pairs, needs_referee
+from bench.render import print_tables, render
+from bench.store import Comparison, find_run, load_comparison, make_run_folder, save_comparison
+from common.errors import ConfigError
+from common.harness.grades import Grade
+from common.harness.records import CollectiveCount, engine_file
+from common.job import JobConfig
+from parity_tests.cli_calls import call
+
+FROZEN = Path(__file__).parent / "frozen"
+TEXT_FORMATS = ("table", "md", "html")
+ENGINES = ["single", "eager", "compiled", "ddp", "float64"]
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Comparison:
+    return load_comparison(FROZEN)
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A frozen file as plain data: what tables are checked against."""
+    data: dict[str, Any] = json.loads((FROZEN / f"{name}.json").read_text())
+    return data
+
+
+def covers(found: Any, expected: Any) -> bool:
+    """Whether nested data hold all that is expected; fields that came later may stand beside it."""
+    if isinstance(expected, dict):
+        return isinstance(found, dict) and all(key in found and covers(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return isinstance(found, list) and len(found) == len(expected) and all(map(covers, found, expected))
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def plain(data: Any) -> Any:
+    """What a reader of the JSON would see."""
+    return json.loads(json.dumps(data))
+
+
+def text(comparison: Comparison, form: str, width: int = 250) -> str:
+    """What is printed of `comparison`; the table without colours."""
+    document = comparison_document(comparison)
+    if form != "table":
+        return render(document, form)
+    stream = io.StringIO()
+    print_tables(document, Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def write(folder: Path, comparison: Comparison) -> None:
+    """Store `comparison` in a folder that need not exist."""
+    folder.mkdir(parents=True)
+    save_comparison(folder, comparison)
+    for name, record in comparison.records.items():
+        engine_file(folder, name, ".json").write_text(json.dumps(record.to_dict()))
+
+
+def broken_loss(comparison: Comparison) -> Comparison:
+    """One in which the loss of eager is not a number at step 13, the gradient of one parameter infinitely far off."""
+    record = comparison.records["eager"]
+    losses = [*record.losses[:-1], [math.nan, math.nan]]
+    report = next(each for each in comparison.reports if each.candidate == "eager")
+    params = (replace(report.params[0], candidate_error=math.inf, ratio=math.inf), *report.params[1:])
+    failed = replace(
+        report, reached=None, margin=0.0, passed=False, reasons=("eager, step 13: loss is nan",), params=params
+    )
+    return replace(
+        comparison,
+        records={**comparison.records, "eager": replace(record, losses=losses)},
+        reports=tuple(failed if each is report else each for each in comparison.reports),
+    )
+
+
+def unpredicted(comparison: Comparison) -> Comparison:
+    """One in which eager gathers once more in forward than its plan says, and not at all in backward."""
+    record = comparison.records["eager"]
+    counted = [
+        replace(each, count=each.count + 1) if each.phase == "forward" else each
+        for each in record.collectives
+        if (each.phase, each.kind) != ("backward", "all_gather")
+    ]
+    return replace(comparison, records={**comparison.records, "eager": replace(record, collectives=counted)})
+
+
+def test_frozen_records_are_what_was_stored(frozen: Comparison) -> None:
+    """Reading and writing loses nothing, not a digit."""
+    report = stored("report")
+    assert covers(plain(frozen.to_dict()), report)
+    for name in report["engines"]:
+        assert covers(plain(frozen.records[name].to_dict()), stored(name))
+    assert frozen.reports[0].asked is Grade.BITWISE
+    assert frozen.holds and list(frozen.records) == ENGINES
+
+
+@pytest.mark.parametrize("change", [broken_loss, unpredicted])
+def test_stored_comparison_comes_back_as_it_was(
+    change: Callable[[Comparison], Comparison], frozen: Comparison, tmp_path: Path
+) -> None:
+    """Also with numbers that JSON has none for; what is printed is the same in every format."""
+    comparison = change(frozen)
+    write(tmp_path / "run", comparison)
+    again = load_comparison(tmp_path / "run")
+    assert again.to_dict() == comparison.to_dict()
+    for form in (*TEXT_FORMATS, "csv", "json"):
+        assert text(again, form) == text(comparison, form)
+
+
+def test_json_holds_everything(frozen: Comparison) -> None:
+    """The report, every record and every table, with a schema version; other programs can read it."""
+    document = json.loads(text(frozen, "json"), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    report = stored("report")
+    assert document["schema"] == 1
+    assert covers(document, report)
+    assert covers(document["records"], {name: stored(name) for name in ENGINES})
+    assert list(document["tables"]) == ["verdict", "loss", "gradients", "parameters", "memory", "collectives"]
+    assert len(document["tables"]["parameters"]) == 3 * len(report["comparisons"])
+
+
+def test_csv_gives_back_each_table(frozen: Comparison) -> None:
+    """pandas reads it, picks a table by its name, and finds every loss bit for bit and whole numbers whole."""
+    everything = pd.read_csv(io.StringIO(text(frozen, "csv")), dtype=str)
+    assert everything.columns[0] == "table"
+    loss = everything.query("table == 'loss'").dropna(axis=1, how="all")
+    assert set(loss.columns) == {"table", "step", "engine", "loss", "grad_norm"}
+    for name in ENGINES:
+        record, rows = stored(name), loss[loss["engine"] == name]
+        assert rows["step"].tolist() == [str(step) for step in range(14)]
+        assert [float(cell) for cell in rows["loss"]] == [sum(step) / len(step) for step in record["losses"]]
+        assert [float(cell) for cell in rows["grad_norm"]] == record["grad_norms"]
+    plain = pd.read_csv(io.StringIO(text(frozen, "csv")), dtype=str, keep_default_na=False)
+    memory = plain[(plain["table"] == "memory") & (plain["engine"] == "eager")]
+    assert memory["peak_bytes"].tolist() == [str(max(rank["peak_bytes"] for rank in stored("eager")["memory"]))]
+    assert plain[plain["table"] == "collectives"]["ok"].tolist() == ["True"] * 6 + [""]
+
+
+@pytest.mark.parametrize("form", TEXT_FORMATS)
+def test_text_formats_begin_with_the_verdict(form: str, frozen: Comparison) -> None:
+    """The verdict first, then one table each for parity, loss, gradients, memory and collectives."""
+    shown = text(frozen, form)
+    verdict = "PARITY HOLDS: compiled agrees with eager (asked bitwise, reached bitwise); 4 of 4 comparisons pass"
+    before = {"table": "\n\n", "md": "## ", "html": "<h2>"}[form]
+    titles = [
+        before + title for title in ("Parity", "Loss", "Gradients of step 0", "Memory", "Collectives of one step")
+    ]
+    places = [shown.index(wanted) for wanted in (verdict, *titles)]
+    assert places == sorted(places)
+    if form == "table":
+        assert shown.startswith(verdict)
+    for number in ("5.4622669", "4.1732234", "56.79 kB", "12.31 kB", "2.87e-06", "4.62x", "1 of 3"):
+        assert number in shown
+    assert "torch 2." in shown and "bigram" in shown
+
+
+@pytest.mark.parametrize("form", TEXT_FORMATS)
+def test_text_formats_show_what_failed(form: str, frozen: Comparison) -> None:
+    """A failed pair and its reason, what is not a number, and the same loudly for collectives off the plan."""
+    shown = text(broken_loss(frozen), form)
+    assert "PARITY DOES NOT HOLD: 3 of 4 comparisons pass" in shown
+    assert "eager against single: asked reduction-order, reached none: eager, step 13: loss is nan" in shown
+    assert "FAIL" in shown and "nan" in shown and "inf" in shown
+    shown = text(unpredicted(frozen), form)
+    assert "PARITY DOES NOT HOLD: 4 of 4 comparisons pass" in shown
+    assert "eager: all_gather in forward: the plan predicts 1 with 12312 bytes, counted 2 with 12312" in shown
+    assert "eager: all_gather in backward: the plan predicts 1 with 12312 bytes, counted 0 with 0" in shown
+    assert shown.count("MISMATCH") == 2
+
+
+def test_failed_verdict_is_the_exit_code_of_show(frozen: Comparison, tmp_path: Path) -> None:
+    """Collectives off the plan alone make exit code 1; with them as predicted it is 0."""
+    write(tmp_path / "good", frozen)
+    write(tmp_path / "bad", unpredicted(frozen))
+    assert (call("show", str(tmp_path / "good")).code, call("show", str(tmp_path / "bad")).code) == (0, 1)
+
+
+def test_csv_and_json_tell_nan_from_nothing(frozen: Comparison) -> None:
+    """A number that is none is the word nan or inf; what is not there is empty, or null."""
+    broken = broken_loss(frozen)
+    rows = pd.read_csv(io.StringIO(text(broken, "csv")), dtype=str, keep_default_na=False)
+    loss = rows[(rows["table"] == "loss") & (rows["engine"] == "eager")]
+    assert loss["loss"].tolist()[-1] == "nan" and "" not in loss["loss"].tolist()
+    gradients = rows[(rows["table"] == "gradients") & (rows["engine"] == "eager")]
+    assert (gradients["error"].item(), gradients["reached"].item()) == ("inf", "")
+    tables_ = json.loads(text(broken, "json"))["tables"]
+    assert tables_["loss"][27]["loss"] == "nan"
+    assert [row["reached"] for row in tables_["gradients"]] == ["bitwise", None, "reduction-order", "reduction-order"]
+
+
+def test_worst_parameter_is_the_one_nearest_its_limit(frozen: Comparison) -> None:
+    """Not the largest error, but the largest share of the limit; none where all bits are equal."""
+    table = tables.gradient_table(frozen.reports)
+    for row, report in zip(table.to_dict(orient="records"), stored("report")["comparisons"], strict=True):
+        unequal = {each["name"]: each for each in report["params"] if not each["bitwise"]}
+        assert row["params_bitwise"] == 3 - len(unequal)
+        shares = {
+            name: max(
+                each["candidate_error"] / each["limit"],
+                each["candidate_row_error"] / each["row_limit"],
+            )
+            for name, each in unequal.items()
+        }
+        assert row["worst_param"] == max(shares, key=shares.__getitem__, default=None)
+        assert row["error"] == (unequal[row["worst_param"]]["candidate_error"] if unequal else None)
+    report = frozen.reports[1]
+    tight = replace(report.params[2], candidate_error=1e-9, limit=1.01e-9, bitwise=False)
+    row_off = replace(report.params[2], candidate_row_error=3.0, row_limit=1.0, bitwise=False)
+    lost = replace(report.params[0], candidate_error=math.nan, bitwise=False)
+    (row,) = tables.gradient_table([replace(report, params=(*report.params[:2], tight))]).to_dict(orient="records")
+    assert row["worst_param"] == tight.name
+    (row,) = tables.gradient_table([replace(report, params=(*report.params[:2], row_off))]).to_dict(orient="records")
+    assert row["worst_param"] == row_off.name
+    for params in ((lost, tight), (tight, lost)):
+        (row,) = tables.gradient_table([replace(report, params=params)]).to_dict(orient="records")
+        assert row["worst_param"] == lost.name
+
+
+def test_collective_table_pairs_counts_with_predictions(frozen: Comparison) -> None:
+    """An operation only counted, only predicted, off in bytes alone, and an engine without a formula."""
+    record = replace(
+        frozen.records["eager"],
+        collectives=[CollectiveCount("forward", "all_gather", 2, 100), CollectiveCount("forward", "broadcast", 1, 8)],
+        predicted=[CollectiveCount("forward", "all_gather", 2, 104), CollectiveCount("backward", "all_gather", 2, 104)],
+    )
+    table = tables.collective_table({"eager": record, "ddp": replace(record, predicted=None)})
+    rows = [tuple(row.values())[1:] for row in table.to_dict(orient="records")]
+    assert rows == [
+        ("forward", "all_gather", 2, 100, 2, 104, False),
+        ("forward", "broadcast", 1, 8, 0, 0, False),
+        ("backward", "all_gather", 0, 0, 2, 104, False),
+        ("forward", "all_gather", 2, 100, None, None, None),
+        ("forward", "broadcast", 1, 8, None, None, None),
+    ]
+
+
+def test_memory_is_the_most_of_any_rank(frozen: Comparison) -> None:
+    """Start and peak are taken over ranks; the referee's memory is nobody's question."""
+    ranks = stored("eager")["memory"]
+    ranks[1]["peak_bytes"] += 7
+    memory = [replace(old, **new) for old, new in zip(frozen.records["eager"].memory, ranks, strict=True)]
+    table = tables.memory_table({**frozen.records, "eager": replace(frozen.records["eager"], memory=memory)})
+    assert table["engine"].tolist() == ENGINES[:-1]
+    (row,) = table[table["engine"] == "eager"].to_dict(orient="records")
+    assert (row["ranks"], row["start_bytes"], row["peak_bytes"]) == (2, ranks[1]["start_bytes"], ranks[1]["peak_bytes"])
+    assert row["step_bytes"] == ranks[1]["peak_bytes"] - ranks[1]["start_bytes"]
+
+
+def test_markdown_tables_are_well_formed(frozen: Comparison) -> None:
+    """Every row of a table has as many cells as its head, also with a pipe in a name."""
+    report = replace(frozen.reports[0], candidate="a|b\\c")
+    shown = text(replace(frozen, reports=(report, *frozen.reports[1:])), "md")
+    blocks = [block.splitlines() for block in shown.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 5
+    for lines in blocks:
+        cells = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines]
+        assert len(set(cells)) == 1 and set(lines[1]) <= set("|-: ")
+    assert "a\\|b\\\\c" in shown
+
+
+class Page(HTMLParser):
+    """Reads a page: its cells by table, and every address it names."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+        self.addresses += [str(value) for name, value in attrs if name in ("src", "href", "action", "style")]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        assert "url(" not in data and "@import" not in data
+
+
+def test_html_is_one_page_that_needs_no_other(frozen: Comparison) -> None:
+    """It is well nested, refers to nothing, escapes names, and its cells are those of the table."""
+    report = replace(frozen.reports[0], candidate="<b>&")
+    page = Page(text(replace(frozen, reports=(report, *frozen.reports[1:])), "html"))
+    assert page.addresses == [] and len(page.tables) == 5
+    assert page.tables[0][1][0] == "<b>&"
+    loss = page.tables[1]
+    assert loss[0] == ["step", *ENGINES] and loss[1][:2] == ["0", "5.4622669"] and loss[-1][0] == "13"
+    assert all(len(row) == len(table[0]) for table in page.tables for row in table)
+
+
+@pytest.mark.parametrize("width", [40, 80, 250])
+def test_table_fits_the_terminal(width: int, frozen: Comparison) -> None:
+    """No line of a table is wider than the terminal, and no cell is cut off."""
+    shown = text(frozen, "table", width)
+    assert max(len(line) for line in shown.splitlines() if line and line[0] in "┏┃┡│└") <= width
+    assert "…" not in shown
+
+
+@given(st.integers(1, 5000))
+def test_shown_steps_hold_the_first_and_the_last(steps: int) -> None:
+    """Steps rise, are no more than a table has room for, and are all of a short run."""
+    shown = views.shown_steps(steps)
+    assert shown[0] == 0 and shown[-1] == steps - 1
+    assert shown == sorted(set(shown)) and len(shown) == min(steps, views.MAX_STEPS)
+
+
+def test_sizes_have_the_unit_that_suits_them(frozen: Comparison) -> None:
+    """Decimal units, as in the predicted column of a paper; bytes are whole."""
+    sizes = [0, 999, 1000, 336_000, 1_940_488, 32_121_044_992, 7 * 10**15]
+    rows = [{"engine": "e", "ranks": 1, "start_bytes": size, "peak_bytes": 0, "step_bytes": None} for size in sizes]
+    table = tables.frame(rows, list(rows[0]))
+    shown = views.view_memory(table)["at start"].tolist()
+    assert shown == ["0 B", "999 B", "1.00 kB", "336.00 kB", "1.94 MB", "32.12 GB", "7000.00 TB"]
+
+
+def test_judged_pairs_hold_the_main_one_and_all_that_can_be_bitwise() -> None:
+    """Each candidate against the reference, compiled against eager first of all, and equal bits where they are due."""
+    four = ("eager", "compiled", "torch-fsdp2", "ddp")
+    against_single = [("single", name) for name in four]
+    inductor, traced = JobConfig(), JobConfig(backend="aot_eager")
+    bitwise = [("torch-fsdp2", "eager")]
+    assert judged_pairs(inductor, "single", four) == [("eager", "compiled"), *against_single, *bitwise]
+    bitwise.append(("torch-fsdp2", "compiled"))
+    assert judged_pairs(traced, "single", four) == [("eager", "compiled"), *against_single, *bitwise]
+    three_ranks = JobConfig(ranks=3, backend="aot_eager")  # torch's FSDP sums in gloo's order, ours in rank order
+    assert judged_pairs(three_ranks, "single", four) == [("eager", "compiled"), *against_single]
+    assert judged_pairs(inductor, "single", ("compiled", "eager"))[0] == ("eager", "compiled")
+    assert judged_pairs(inductor, "eager", ("compiled",)) == [("eager", "compiled")]
+    paths = ("fsdp_compiled.parallelize", "fsdp_eager.parallelize")
+    assert judged_pairs(inductor, "ddp", paths)[0] == (paths[1], paths[0])
+    assert needs_referee(inductor, [("eager", "compiled")]) and not needs_referee(traced, [("eager", "compiled")])
+
+
+def test_run_folders_are_new_and_named_by_their_job(tmp_path: Path) -> None:
+    """Two runs in one second do not share a folder; a model's name loses what a path must not hold."""
+    now = datetime(2026, 2, 3, 4, 5, 6)
+    job = JobConfig(model="my.models:build", ranks=3, param_dtype="bf16")
+    names = [make_run_folder(tmp_path / "a" / "b", job, now).name for _ in range(3)]
+    assert names == ["20260203-040506-my.models-build-3ranks-bf16" + suffix for suffix in ("", "-2", "-3")]
+    with pytest.raises(ConfigError, match="cannot make a folder"):
+        make_run_folder(FROZEN / "report.json", job, now)
+
+
+def test_latest_is_the_run_that_ended_last(frozen: Comparison, tmp_path: Path) -> None:
+    """Unfinished runs, which have no report, do not count."""
+    for name in ("b", "a", "c"):
+        write(tmp_path / name, frozen)
+    (tmp_path / "c" / "report.json").unlink()
+    assert find_run("latest", tmp_path).name == "a"
+    assert find_run("b", tmp_path) == tmp_path / "b"
+    with pytest.raises(ConfigError, match=r"run c: expected a folder with a report\.json"):
+        find_run("c", tmp_path)
+
+
+BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "report of another schema": ("report.json", lambda data: data.update(schema=99)),
+    "report without a job": ("report.json", lambda data: data.pop("job")),
+    "report with an unknown grade": ("report.json", lambda data: data["comparisons"][0].update(asked="perfect")),
+    "report with an unknown field": ("report.json", lambda data: data["comparisons"][0].update(mood="good")),
+    "report with a job of today's": ("report.json", lambda data: data["job"].update(ranks=0)),
+    "report with a word for a number": ("report.json", lambda data: data["comparisons"][1].update(margin="much")),
+    "report without engines": ("report.json", lambda data: data.pop("engines")),
+    "report with engines that are none": ("report.json", lambda data: data.update(engines=[1])),
+    "report naming no record": ("report.json", lambda data: data["engines"].append("gone")),
+    "record of another schema": ("eager.json", lambda data: data.update(schema=99)),
+    "record without losses": ("eager.json", lambda data: data.pop("losses")),
+    "record with a null": ("eager.json", lambda data: data.update(memory=None)),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_broken_records_end_in_one_line(name: str, tmp_path: Path) -> None:
+    """Whatever is wrong with a file: its name on one line and exit code 2."""
+    file, change = BREAKS[name]
+    folder = tmp_path / "run"
+    shutil.copytree(FROZEN, folder)
+    data = json.loads((folder / file).read_text())
+    change(data)
+    (folder / file).write_text(json.dumps(data))
+    ran = call("show", str(folder))
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+    assert str(folder) in ran.err
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_files_that_are_no_records_end_in_one_line(content: bytes, tmp_path: Path) -> None:
+    """Empty, cut off, of another kind, or not even text."""
+    for file in ("report.json", "eager.json"):
+        folder = tmp_path / file
+        shutil.copytree(FROZEN, folder)
+        (folder / file).write_bytes(content)
+        ran = call("show", str(folder))
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and file in ran.err, ran
