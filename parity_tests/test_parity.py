@@ -102,7 +102,7 @@ def test_every_parameter_is_judged(runs: Runs) -> None:
 
 
 def test_plans_and_resharding_do_not_change_the_numbers(runs: Runs) -> None:
-    """Sums in rank order depend on no bucket: kept weights, and compiled under `param` too, have the bits of `block`."""
+    """Sums in rank order depend on no bucket: kept weights, and compiled under `param`, have the bits of `block`."""
     base = runs("eager", JOBS["llama-2-fp32"])[0]
     for engine, name in (("eager", "llama-2-never"), ("compiled", "llama-2-never"), ("compiled", "llama-2-param")):
         record = runs(engine, JOBS[name])[0]
