@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from parity_tests.graph_cases import (
     sources,
     trace,
 )
+from parity_tests.torch_private import run_and_get_code
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -386,3 +389,40 @@ def test_at_world_size_one_nothing_travels() -> None:
     assert not calls(forward, GATHER, REDUCE_SCATTER, ALL_TO_ALL, WAIT)
     assert not calls(backward, GATHER, REDUCE_SCATTER, ALL_TO_ALL, WAIT)
     assert {node.meta["val"].dtype for node in calls(forward, *MATMULS)} == {torch.bfloat16}
+
+
+def generated_order(code: str) -> str:
+    """Inductor's output code as a string, letters as in `order`; only the lines that run, in the order they run."""
+    text, kind = "", {}
+    for line in code[code.index("def call(") :].splitlines():
+        if launched := re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+)\.default\(", line):
+            kind[launched[1]] = "A" if launched[2] == "all_gather_into_tensor" else "R"
+            text += kind[launched[1]]
+        elif waited := re.search(r"_c10d_functional\.wait_tensor\.default\((buf\d+)\)", line):
+            text += "W" if kind[waited[1]] == "A" else "w"
+        elif re.search(r"extern_kernels\.(add)?mm\(", line):
+            text += "m"
+    return text
+
+
+@pytest.mark.inductor
+def test_the_order_survives_to_the_code_that_inductor_generates() -> None:
+    """Gathers are launched, and waited for, on the same side of each block's matmuls as in the graph.
+
+    Between two matmuls Inductor may put a wait before a launch, where it fused what fills the message with what reads
+    the other one.
+    """
+    model = Net()
+    with fake_ranks(2):
+        data_parallel(model, build_mesh(), backend="inductor", transport=Transport.ORDERED)
+        _, (forward, backward) = run_and_get_code(lambda: model(TOKENS).sum().backward())
+    text = generated_order(forward)
+    assert text.replace("W", "") == "AAA" + 2 * "mmA" + "mmm"
+    assert text.replace("A", "") == "W" + 3 * "Wmm" + "Wm"
+    text = generated_order(backward)
+    places = {letter: [i for i, other in enumerate(text) if other == letter] for letter in "ARWw"}
+    assert [len(places[letter]) for letter in "AWRw"] == [4, 4, 5, 5]
+    computes = [text.index("m", wait) for wait in places["W"]]
+    assert all(launch < compute for launch, compute in zip(places["A"][1:], computes, strict=False))
+    assert all("m" in text[start:stop] for start, stop in pairwise(places["W"]))
+    assert all(launch < wait for launch, wait in zip(places["R"][1:], places["w"], strict=False))
