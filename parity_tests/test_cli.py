@@ -412,14 +412,24 @@ def test_interrupt_ends_everything(tmp_path: Path) -> None:
     words = (*TINY, "--engines", f"{ENGINES}.hanging", "--out", str(tmp_path))
     command = (sys.executable, "-u", "-m", "bench", "compare", *words)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(PARITY_MARK=mark), cwd=ROOT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(PARITY_MARK=mark),
+        cwd=ROOT,
+        # a shell ignores SIGINT in what it starts in the background, and whoever is started there inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         while (line := process.stderr.readline()) and "hanging" not in line:
             pass
         assert len(marked(mark)) == 3  # it and two ranks
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()  # else leaving the block would wait for ever
     assert (process.returncode, out, err) == (130, "", "fsdp-parity: interrupted\n")
     assert marked(mark) == set()
 
