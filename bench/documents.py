@@ -122,7 +122,8 @@ def _headline(comparison: Comparison) -> str:
     subject = "" if main is None else f": compiled agrees with eager (asked {main.asked}, reached {main.reached})"
     if comparison.holds:
         return f"PARITY HOLDS{subject}; {passed} of {total} comparisons pass"
-    return f"PARITY DOES NOT HOLD: {passed} of {total} comparisons pass"
+    astray = "" if passed < total else ", but collectives are not those of the plan"
+    return f"PARITY DOES NOT HOLD: {passed} of {total} comparisons pass{astray}"
 
 
 def _describe(comparison: Comparison) -> str:

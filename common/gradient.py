@@ -7,7 +7,7 @@ what is divided before and after, and whether the sum is the backend's or taken 
 A floating-point sum depends on its order. A backend's reduce-scatter adds in an order of its own, which may
 depend on where in a message an element lies, so packing parameters differently changes bits. The `ordered`
 transport sends each rank its pieces (all-to-all) and adds them here as ((r0 + r1) + r2) + ...: an element's sum
-then depends on nothing but its addends, and bucketing is bitwise neutral at any world size.
+then depends on nothing but its addends, and how parameters are packed changes no bit at any world size.
 
 Source: torch 2.13 `_fsdp_collectives.py`, `_get_gradient_divide_factors`, for the native transport.
 Differs: the ordered transport, and divide factors on every backend (torch uses PREMUL_SUM, which gloo lacks).
@@ -70,7 +70,7 @@ def plan_reduction(
         divide_factor: divide by this instead of the world size.
     """
     if transport is Transport.AUTO:
-        transport = Transport.ORDERED if "gloo" in backend else Transport.NATIVE
+        transport = Transport.ORDERED if backend == "gloo" else Transport.NATIVE
     factor = float(world_size if divide_factor is None else divide_factor)
     if reduce_dtype is torch.float16:
         # The power of two nearest below sqrt(factor): exact, and it halves the exponent range each side needs.

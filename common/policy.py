@@ -1,7 +1,7 @@
-"""Policies both engines keep: in which dtype to compute and reduce, and when to give weights back.
+"""In which dtype a sharded model computes, reduces and returns; both engines keep the same policy.
 
 Source: torch 2.13 `torch.distributed.fsdp.MixedPrecisionPolicy`, same fields and meaning.
-Left out: nothing of the four fields; offload policies come with the engines that support them.
+Left out: offload policies; tensors inside dataclasses are not cast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
+
+from common.torch_private import tree_map
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

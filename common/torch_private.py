@@ -7,6 +7,10 @@ no shapes inside tensor lists and no addresses, the exported trace no dtypes ins
 `start_time_ns`, `end_time_ns`, `children`, and `extra_fields` with `inputs` (of operators) or `ptr`, `alloc_size`,
 `device` (of allocations).
 
+    torch.utils._pytree.tree_map
+
+Maps over nested tuples, lists and dicts; Dynamo traces it, which it does not do with a recursion of ours.
+
 Seen in torch 2.11, 2.13 and 2.14.
 """
 
@@ -19,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map as tree_map
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def _check_uncompiled(plan: BucketPlan, transport: Transport) -> None:
 
 
 def _cast_at_buckets(model: nn.Module, plan: BucketPlan, policy: MixedPrecisionPolicy) -> None:
-    """Cast inputs and outputs at the modules where the eager engine's hooks do; traced with the forward."""
+    """Cast inputs and outputs where the eager engine's hooks do: inside the traced forward, but for the root's own."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return policy.cast_inputs(args), policy.cast_inputs(kwargs)

@@ -103,7 +103,7 @@ def is_call(node: Node, target: object) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether `node` only looks at its input's storage in another shape."""
+    """Whether `node` only slices or reshapes its input."""
     return node.op == "call_function" and node.target in _VIEWS
 
 
@@ -185,9 +185,9 @@ def _wait(start: Node) -> Node:
     return wait
 
 
-def mark(node: Node, params: str) -> None:
-    """Write on a collective that a pass built which parameters it serves."""
-    node.meta[_MARK] = params
+def mark(node: Node, param: str) -> None:
+    """Write on a collective that a pass built which parameter it serves; of a bucket, the first one."""
+    node.meta[_MARK] = param
 
 
 def merge_repeated_reads(gm: GraphModule) -> GraphModule:
@@ -210,7 +210,7 @@ def merge_repeated_reads(gm: GraphModule) -> GraphModule:
         reductions.setdefault(reduction.param, []).append(reduction)
     for several in reductions.values():
         if len(several) > 1:
-            _merge_reductions(graph, several)
+            _reduce_once(graph, several)
     graph.eliminate_dead_code()
     for reduction in find_reductions(graph):
         if not reduction.wait.users:  # a wait counts as a side effect, so that it outlives its users
@@ -221,14 +221,14 @@ def merge_repeated_reads(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def _merge_reductions(graph: Graph, reductions: list[Collective]) -> None:
+def _reduce_once(graph: Graph, reductions: list[Collective]) -> None:
     """Replace add(reduce(a), reduce(b)) by reduce(add(a, b)), keeping the order of the additions."""
     whole = {_result(reduction.wait): _whole_gradient(reduction) for reduction in reductions}
-    *_, last = reductions
+    last = reductions[-1]
     results = list(whole)
     total, summed = results[0], whole[results[0]]
     head = whole[_result(last.wait)]
-    consumers = [user for user in head.users]  # the last chain's own first node, before anything is added
+    consumers = list(head.users)  # the last chain's own first node, before anything is added
     builder = Builder(graph, like=head)
     pending = set(results[1:])
     while pending:

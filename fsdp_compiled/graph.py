@@ -13,7 +13,7 @@ One training step of the compiled engine, after the first call traced it:
 
 Every pass is `(gm, *, ...) -> gm`, its configuration bound by `functools.partial`; the runner knows none of them.
 
-Counterpart: none; fsdp_eager/state.py is what drives the other engine.
+Counterpart: fsdp_eager/state.py, hooks and training states in the place of a pipeline.
 Source: torchtitan `graph_trainer` for the pass signature; torch 2.13 `compile_fx` for where the graphs pass by.
 """
 
@@ -25,14 +25,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from common.errors import EngineError
+from common.errors import EngineError, PassError
 from common.gradient import Reduction, Transport, plan_reduction
+from common.mesh import backend_of
 from common.plan import BucketPlan
 from fsdp_compiled import torch_private
 from fsdp_compiled.bucket import bucket_gathers, bucket_reductions
@@ -95,11 +95,10 @@ class Pipeline:
 
     def decide(self, dtype: torch.dtype) -> Reduction:
         """The gradient contract for a buffer of `dtype`."""
-        group = self.mesh.get_group()
         return plan_reduction(
             world_size=self.mesh.size(),
             reduce_dtype=dtype,
-            backend=str(dist.get_backend(group)),
+            backend=backend_of(self.mesh.get_group(), self.mesh.device_type),
             transport=self.transport,
         )
 
@@ -172,10 +171,12 @@ def compile_model(model: nn.Module, pipeline: Pipeline, backend: str) -> None:
         pipeline: the passes.
         backend: "aot_eager" or "inductor".
 
-    Raises:
-        EngineError: (at the first call) a traced graph reads sharded values that are no parameters of the model.
+    What the backend raises at the first call (EngineError: a traced graph reads sharded values that are no parameters
+    of the model; PassError) arrives as the `inner_exception` of torch's BackendCompilerFailed.
     """
     names = {id(param): name for name, param in model.named_parameters()}
+    traced: list[set[str]] = []
+    original = model.forward
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         params = {i: names[id(value)] for i, value in enumerate(inputs) if id(value) in names}
@@ -185,7 +186,28 @@ def compile_model(model: nn.Module, pipeline: Pipeline, backend: str) -> None:
                 f"compiled engine: {foreign} of {len(inputs)} inputs of a traced graph are DTensors, yet no parameters "
                 f"of {type(model).__name__}; were parameters replaced after sharding? Change values in place instead"
             )
+        _check_whole(set(params.values()), traced, pipeline.plan)
         compiler = GraphCompiler(pipeline, params)
         return compiler.aot_eager(gm, inputs) if backend == "aot_eager" else compiler.inductor(gm, inputs)
 
-    model.compile(backend=compile_graph, fullgraph=True, dynamic=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    # A function of ours round the model's: Dynamo would not begin a trace in torch's own code, such as the forward of
+    # `nn.Sequential`, and would trace each child alone.
+    model.forward = torch.compile(forward, backend=compile_graph, fullgraph=True, dynamic=False)
+
+
+def _check_whole(params: set[str], traced: list[set[str]], plan: BucketPlan) -> None:
+    """See that no bucket is spread over several graphs, in which it would travel in pieces; note what was traced."""
+    if not params:
+        return
+    for bucket in plan.buckets:
+        here = params & set(bucket.params)
+        elsewhere = [other & set(bucket.params) for other in traced if not other & params]
+        if here and any(elsewhere):
+            raise PassError(
+                f"trace: bucket {bucket.name!r} is spread over several graphs ({min(here)!r} in one, "
+                f"{min(next(filter(None, elsewhere)))!r} in another); the model's forward must trace as one graph"
+            )
+    traced.append(params)

@@ -1,13 +1,13 @@
 """The life of one parameter: stored as a shard, replicated for compute whenever the module reads it.
 
 A sharded module's class is swapped for a subclass with one property per parameter. `module.weight` then returns the
-gathered weight, while `module._parameters["weight"]`, which `state_dict`, `named_parameters` and the optimizer read,
-stays the sharded DTensor: names and storage are those of the plain model. Traced into a graph, the read becomes
+gathered weight, while what `state_dict`, `named_parameters` and the optimizer read stays the sharded DTensor: names and
+storage are those of the plain model. Traced into a graph, the read becomes
 
     shard -> cast to param_dtype -> pad -> all-gather -> wait -> weight
     gradient -> cast to reduce_dtype -> pad -> reduce-scatter (mean) -> wait -> cast -> shard's gradient
 
-which is all that SimpleFSDP is; the rest of this room rewrites those chains.
+which is all that SimpleFSDP is; the other files of this folder rewrite those chains.
 
 [Note: the policy lives on the instance]
 The swapped class is shared by all instances of a class in one model, so that guards do not recompile per layer.
@@ -15,7 +15,7 @@ Mesh and policy are therefore attributes of the instance: closing over them in t
 the policy of the first.
 
 Counterpart: fsdp_eager/param.py, the same life driven by hooks, with the gathered weight as an object.
-Paper: arXiv 2411.00284, section 3 (parametrization, selective activation checkpointing).
+Paper: arXiv 2411.00284, the parametrization.
 Source: torchtitan `graph_trainer/simple_fsdp.py`. Differs: the note above; tied, frozen and repeatedly read
 parameters stay what they were.
 Left out: sharding along another dimension, hybrid meshes, tensor-parallel parameters.
@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from common.policy import MixedPrecisionPolicy
+from fsdp_compiled.torch_private import stored_parameter
 
 _ATTRIBUTE = "_fsdp_replication"
 
@@ -99,18 +100,16 @@ def replicate_on_read(model: nn.Module, replication: Replication) -> None:
     shards: dict[int, nn.Parameter] = {}
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in list(model.modules()):
-        names = tuple(name for name, param in module._parameters.items() if param is not None)
-        if not names:
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not own:
             continue
-        for name in names:
-            param = module._parameters[name]
-            assert param is not None
+        for name, param in own.items():
             if id(param) not in shards:
                 shards[id(param)] = shard_parameter(param, replication.mesh)
             module.register_parameter(name, shards[id(param)])
-        key = (type(module), names)
+        key = (type(module), tuple(own))
         if key not in classes:
-            classes[key] = _replicating_class(type(module), names)
+            classes[key] = _replicating_class(*key)
         module.__class__ = classes[key]
         setattr(module, _ATTRIBUTE, replication)
 
@@ -124,6 +123,6 @@ def _replicating_class(original: type, names: tuple[str, ...]) -> type:
 def _reader(name: str) -> Callable[[Any], torch.Tensor]:
     def read(module: Any) -> torch.Tensor:
         replication: Replication = module.__dict__[_ATTRIBUTE]
-        return replication.read(module._parameters[name])
+        return replication.read(stored_parameter(module, name))
 
     return read

@@ -41,7 +41,13 @@ __all__ = [
     "index_of_input",
     "inductor_patch",
     "min_cut_rematerialization_partition",
+    "stored_parameter",
 ]
+
+
+def stored_parameter(module: torch.nn.Module, name: str) -> Any:
+    """What a module holds under `name`, past the property that replicates it; Dynamo traces through this read."""
+    return module._parameters[name]
 
 
 def index_of_input(placeholder: torch.fx.Node) -> int | None:

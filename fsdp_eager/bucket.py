@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.gradient import Transport, plan_reduction
+from common.mesh import backend_of
 from common.policy import MixedPrecisionPolicy
 from fsdp_eager.collectives import (
     PendingReduction,
-    backend_of,
     copy_out,
     finish_reduction,
     launch_gather,

@@ -32,13 +32,6 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
-def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The name of the backend that carries tensors of `device_type`, such as "gloo" or "nccl"."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    by_device = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    return by_device.get(device_type, config)
-
-
 def launch_gather(shard: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `gathered` [W * S] with every rank's `shard` [S], in rank order.
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -153,10 +152,12 @@ def crash(context: RankContext) -> None:
 
 
 def leave_child_behind(context: RankContext) -> None:
-    """Rank 1 starts a process that keeps every descriptor open, then ends without a word; the others wait for it."""
+    """Rank 1 forks a process that keeps every descriptor open, then ends without a word; the others wait for it."""
     if context.rank == 1:
-        child = subprocess.Popen(["sleep", "600"], close_fds=False)
-        context.progress("pid", child.pid)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        context.progress("pid", child)
         os._exit(7)
     dist.all_reduce(torch.ones(1))
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -33,6 +32,7 @@ from common.job import JobConfig
 from common.mesh import build_mesh
 from common.torch_private import Allocation, Operator, TensorArgument
 from parity_tests.runs import Runs
+from parity_tests.torch_private import functional_collectives as funcol
 
 JOB = JobConfig(steps=3, seq=32, backend="eager")
 
@@ -407,7 +407,8 @@ def test_live_bytes_counts_each_storage_once() -> None:
 def rename(model: nn.Module, mesh: object, job: JobConfig) -> nn.Module:
     """An engine that moves a parameter into a wrapper."""
     model.inner = nn.Module()
-    model.inner.register_parameter("weight", model.norm._parameters.pop("weight"))
+    model.inner.register_parameter("weight", model.norm.get_parameter("weight"))
+    del model.norm.weight
     return model
 
 

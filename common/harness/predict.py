@@ -17,7 +17,8 @@ added, so its gradient needs nothing. One exception: `aten::native_layer_norm_ba
 so LayerNorm's bias is read wherever that operator is not decomposed; Inductor decomposes it. A parameter tied between
 modules is read if one of them reads it.
 
-None, no prediction, where no formula is known: a module with parameters that is not in the table, frozen parameters
+None, no prediction, where no formula is known: a user's own model (`module:function`), which may run a module twice or
+not at all; a module with parameters that is not in the table, frozen parameters
 (what is gathered then depends on where gradients end), buckets of mixed dtypes, a user's own engine, DDP.
 """
 
@@ -101,7 +102,7 @@ def predict_collectives(
     if path == SHORT_NAMES["single"]:
         return []
     formula = _FORMULAS.get(path)
-    if formula is None or not _is_covered(model):
+    if formula is None or ":" in job.model or not _is_covered(model):
         return None
     return [] if job.ranks == 1 else formula(_Setting(model, job, process_group))
 
