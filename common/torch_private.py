@@ -17,6 +17,7 @@ Seen in torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,6 +81,11 @@ class Recording:
     allocations: list[Allocation] = field(default_factory=list)
 
 
+SETTLE_S = 0.05
+"""A pause before recording ends. A backend's threads report to the profiler too, as late as when they let go of a
+collective that the caller has waited for; recording should not end under them."""
+
+
 @contextmanager
 def record_events(*, memory: bool = False) -> Iterator[Recording]:
     """Record the operators, and on request the allocations, of this thread and of those it hands work to."""
@@ -88,6 +94,7 @@ def record_events(*, memory: bool = False) -> Iterator[Recording]:
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory)
     with profiler:
         yield recording
+        time.sleep(SETTLE_S)
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     pending: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in results.experimental_event_tree()]
     while pending:
