@@ -43,11 +43,18 @@ div { overflow-x: auto; }
 """
 
 
+class _Console(Console):
+    """Leaves a broken pipe to `emit`; rich would end the process with exit code 1, which here is a verdict."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def emit(document: Document, form: str) -> None:
     """Print `document` on stdout in the format `form`; a reader who has left early is no error."""
     try:
         if form == "table":
-            print_tables(document, Console(width=None if sys.stdout.isatty() else _width_without_terminal()))
+            print_tables(document, _Console(width=None if sys.stdout.isatty() else _width_without_terminal()))
         else:
             sys.stdout.write(render(document, form))
         sys.stdout.flush()
@@ -87,9 +94,9 @@ def to_json(document: Document) -> str:
 
 def to_csv(document: Document) -> str:
     """All tables in one, at full precision; `pandas.read_csv(...).query("table == 'loss'")` takes one out."""
-    parts = [section.data.assign(table=section.name) for section in document.sections]
+    parts = [section.data.map(_cell).assign(table=section.name) for section in document.sections]
     columns = list(dict.fromkeys(name for part in parts for name in part.columns if name != "table"))
-    rows = pd.concat([part.reindex(columns=["table", *columns]).astype(object).map(_cell) for part in parts])
+    rows = pd.concat([part.reindex(columns=["table", *columns]).astype(object) for part in parts])
     stream = io.StringIO()
     rows.to_csv(stream, index=False, lineterminator="\n")
     return stream.getvalue()
@@ -140,7 +147,7 @@ def _is_numeric(column: pd.Series[Any]) -> bool:
 
 
 def _cell(value: Any) -> Any:
-    """A csv cell: None and the cells that a table lacks are empty, NaN is a word."""
+    """A csv cell: a number in full, NaN as a word; None stays, and is empty, as are the cells that a table lacks."""
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else str(value)
     return value

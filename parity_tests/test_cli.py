@@ -70,7 +70,11 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("ranks 0", ("compare", "--ranks", "0"), "ranks: expected a whole number of at least 1, found 0"),
     ("ranks below 0", ("compare", "--ranks", "-2"), "found -2"),
     ("ranks that do not divide the batch", ("compare", "--ranks", "5"), "--batch 15"),
-    ("more ranks than memory", ("compare", "--ranks", "100000", "--batch", "100000"), "use fewer ranks"),
+    (
+        "more ranks than memory",
+        ("compare", "--model", f"{ENGINES}.models:bigram", "--ranks", "100000", "--batch", "100000"),
+        "use fewer ranks",
+    ),
     ("batch 0", ("compare", "--batch", "0"), "batch"),
     ("seq 1", ("compare", "--seq", "1"), "seq"),
     ("seq above the model's", ("compare", "--seq", "257"), "at most 256 tokens, found 257"),
@@ -381,6 +385,21 @@ def test_failing_rank_is_named(engine: str, timeout_s: int, expected: str, tmp_p
 def test_process_ends_with_the_exit_code() -> None:
     """`python -m bench` is the command, and a wrong word shows no traceback there either."""
     assert_one_line(run_process(sys.executable, "-m", "bench", "compare", "--model", "gpt5"), 2, "'gpt5'")
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_reader_that_leaves_early_changes_no_verdict(form: str) -> None:
+    """As `| head -1` does: the exit code stays that of the verdict, and nothing is said of a broken pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = (sys.executable, "-m", "bench", "show", str(ROOT / "parity_tests" / "frozen"), "--format", form)
+    try:
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_torchrun_gives_the_same_result(compared: Compared, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_csv_gives_back_each_table(frozen: Comparison) -> None:
         assert [float(cell) for cell in rows["loss"]] == [sum(step) / len(step) for step in record["losses"]]
         assert [float(cell) for cell in rows["grad_norm"]] == record["grad_norms"]
     plain = pd.read_csv(io.StringIO(text(frozen, "csv")), dtype=str, keep_default_na=False)
+    assert set(plain[plain["table"] == "loss"]["peak_bytes"]) == {""}
     memory = plain[(plain["table"] == "memory") & (plain["engine"] == "eager")]
     assert memory["peak_bytes"].tolist() == [str(max(rank["peak_bytes"] for rank in stored("eager")["memory"]))]
     assert plain[plain["table"] == "collectives"]["ok"].tolist() == ["True"] * 6 + [""]
