@@ -35,6 +35,7 @@ ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
 _MARK = "fsdp_param"
+_CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 _VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -107,6 +108,11 @@ def is_view(node: Node) -> bool:
     return node.op == "call_function" and node.target in _VIEWS
 
 
+def is_cast(node: Node) -> bool:
+    """Whether `node` changes its input's dtype; Inductor's decompositions write it with an operator of their own."""
+    return node.op == "call_function" and node.target in _CASTS
+
+
 def mark_collectives(gm: GraphModule, *, params: Mapping[int, str]) -> GraphModule:
     """Write on each all-gather and reduce-scatter of sharded parameters which parameter it serves.
 
@@ -161,7 +167,7 @@ def _reductions_above(node: Node) -> list[Node]:
         node = pending.pop()
         if is_call(node, REDUCE_SCATTER):
             found.append(node)
-        elif is_view(node) or node.target in (WAIT, aten._to_copy.default, aten.add.Tensor, aten.clone.default):
+        elif is_view(node) or is_cast(node) or node.target in (WAIT, aten.add.Tensor, aten.clone.default):
             pending += node.all_input_nodes
     return found
 
@@ -256,7 +262,7 @@ def _result(wait: Node) -> Node:
     node = wait
     while len(node.users) == 1:
         (user,) = node.users
-        if not (is_view(user) or is_call(user, aten._to_copy.default)):
+        if not (is_view(user) or is_cast(user)):
             break
         node = user
     return node
@@ -270,7 +276,7 @@ def _whole_gradient(reduction: Collective) -> Node:
         while node.target in (operator.getitem, aten.constant_pad_nd.default):
             (node,) = node.all_input_nodes
         (node,) = node.all_input_nodes  # what was split
-    if is_call(node, aten._to_copy.default):
+    if is_cast(node):
         (node,) = node.all_input_nodes
     return node
 
