@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
@@ -19,14 +20,19 @@ from bench.options import CompareOptions, torchrun_ranks
 from bench.store import REPORT
 from common.data import check_tokens, load_tokens
 from common.engine import SHORT_NAMES, load_engine
-from common.errors import ConfigError, ParityError
+from common.errors import ConfigError, EngineError, ParityError
 from common.job import JobConfig
 from common.models import build_model, check_seq, model_limits
 from common.plan import build_plan
 from common.policy import DTYPES
+from common.shardable import check_shardable
 
 LARGEST_SEED = 2**63 - 1
 """What torch's generators take."""
+_SHARDING = {SHORT_NAMES[name] for name in ("eager", "compiled", "torch-fsdp2")}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
@@ -48,6 +54,7 @@ def check(options: CompareOptions) -> None:
     limits = model_limits(model)
     check_seq(job.seq, limits.max_seq_len)
     build_plan(model, job.plan)
+    _check_trainable(model, job, names)
     _check_memory(model, job)
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
@@ -125,6 +132,25 @@ def _build_model(job: JobConfig) -> nn.Module:
             raise
         except Exception as error:
             raise ConfigError(f"model {job.model!r}: building it raised {_told(error)}") from error
+
+
+def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -> None:
+    """See that the model can be sharded, has something to train, and means the same however the batch is shared out."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(f"model {job.model!r}: no parameter requires a gradient, so there is nothing to train")
+    if any(SHORT_NAMES.get(name, name) in _SHARDING for name in engines):
+        try:
+            check_shardable(model.named_parameters(), next(model.parameters()).device.type)
+        except EngineError as error:
+            raise ConfigError(f"model {job.model!r}: {error}") from None
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        what = f"model {job.model!r}: module {name or '(root)'!r}, a {type(module).__name__} in training mode,"
+        if (isinstance(module, _DROPOUTS) and module.p > 0) or (isinstance(module, _WITH_DROPOUT) and module.dropout):
+            raise ConfigError(f"{what} draws other numbers on each engine; build it without dropout, or call .eval()")
+        if isinstance(module, _BATCH_NORMS):
+            raise ConfigError(f"{what} depends on how ranks share the batch; use another norm, or call .eval() on it")
 
 
 def _check_memory(model: nn.Module, job: JobConfig) -> None:

@@ -43,13 +43,11 @@ class Engine:
 
     Attributes:
         name: the name it was asked for by.
-        path: its import path.
         parallelize: its entry point; `mesh` is None only for an engine that is not data parallel.
         data_parallel: whether each rank takes its own share of the batch.
     """
 
     name: str
-    path: str
     parallelize: Parallelize
     data_parallel: bool
 
@@ -73,4 +71,4 @@ def load_engine(name: str) -> Engine:
     parallelize = getattr(module, "parallelize", None)
     if not callable(parallelize):
         raise ConfigError(f"engine {name!r}: module {path!r} does not define parallelize(model, mesh, job)")
-    return Engine(name, path, parallelize, getattr(module, "DATA_PARALLEL", True))
+    return Engine(name, parallelize, getattr(module, "DATA_PARALLEL", True))

@@ -56,7 +56,6 @@ def plan_reduction(
     reduce_dtype: torch.dtype,
     backend: str,
     transport: Transport = Transport.AUTO,
-    divide_factor: float | None = None,
 ) -> Reduction:
     """Decide how gradients of `reduce_dtype` are averaged over `world_size` ranks.
 
@@ -67,16 +66,15 @@ def plan_reduction(
         reduce_dtype: dtype of the buffer that travels.
         backend: name of the process group's backend, such as "gloo" or "nccl".
         transport: `AUTO` picks by backend.
-        divide_factor: divide by this instead of the world size.
     """
     if transport is Transport.AUTO:
         transport = Transport.ORDERED if backend == "gloo" else Transport.NATIVE
-    factor = float(world_size if divide_factor is None else divide_factor)
+    factor = float(world_size)
     if reduce_dtype is torch.float16:
         # The power of two nearest below sqrt(factor): exact, and it halves the exponent range each side needs.
         predivide = 2.0 ** math.floor(math.log2(factor) / 2) if factor > 1 else 1.0
         return Reduction(transport, "sum", predivide, factor / predivide)
-    if transport is Transport.NATIVE and divide_factor is None:
+    if transport is Transport.NATIVE:
         return Reduction(transport, "avg")
     return Reduction(transport, "sum", None, factor)
 

@@ -63,11 +63,9 @@ class BucketPlan:
     """Ordered buckets that together hold each parameter of a model once.
 
     Attributes:
-        spec: what the plan was built from.
         buckets: in registration order of their first parameter.
     """
 
-    spec: str
     buckets: tuple[Bucket, ...]
 
     def bucket_of(self) -> dict[str, int]:
@@ -102,7 +100,7 @@ def build_plan(
         module_groups = list(_block_groups(model)) if spec == "block" else _named_groups(model, spec)
         groups = _assign(model, _merge_shared(model, module_groups))
     buckets = (Bucket(modules, params, reshard_after_forward, prefetch) for modules, params in groups)
-    return BucketPlan(spec, tuple(buckets))
+    return BucketPlan(tuple(buckets))
 
 
 def _block_groups(model: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -176,6 +174,8 @@ def _named_module(model: nn.Module, spec: str, name: str) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     if not name:
         raise PlanError(f"plan {spec!r}: expected a name on each side of ',' and '+', found nothing; write a,b+c")
+    if name in NAMED_PLANS and name not in modules:
+        raise PlanError(f"plan {spec!r}: {name!r} is a whole plan and cannot be one name of several; give it alone")
     if name not in modules:
         raise PlanError(
             f"plan {spec!r}: {name!r} names no module of {type(model).__name__} "

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from common.errors import ConfigError, EngineError
+from common.errors import ConfigError
 from common.gradient import Transport
 from common.plan import BucketPlan, build_plan
 from common.policy import MixedPrecisionPolicy
+from common.shardable import check_mesh, check_shardable
 from fsdp_compiled.graph import Pipeline, compile_model
 from fsdp_compiled.param import Replication, SimpleFSDPModule, replicate_on_read
 
@@ -51,13 +52,13 @@ def data_parallel(
         ConfigError: the uncompiled form was asked for what only a graph can do.
         EngineError: a parameter that cannot be sharded, or a model that is sharded already.
     """
-    if mesh is None or mesh.ndim != 1:
-        raise EngineError(f"data_parallel: expected a 1-D mesh, found {mesh}; build it with common.mesh.build_mesh")
-    _check_model(model)
+    mesh = check_mesh(mesh)
+    check_shardable(model.named_parameters(), mesh.device_type)
     plan = plan or build_plan(model)
     policy = mp_policy or MixedPrecisionPolicy()
+    pipeline = Pipeline(plan, mesh, transport)
     if backend == "eager" and mesh.size() > 1:
-        _check_uncompiled(plan, transport)
+        _check_uncompiled(pipeline, policy.reduction_dtype(next(model.parameters())))
     replication = Replication(mesh, policy)
     replicate_on_read(model, replication)
     _cast_at_buckets(model, plan, policy)
@@ -65,34 +66,23 @@ def data_parallel(
         model.register_forward_pre_hook(replication.forget)
         model.register_forward_hook(replication.forget, always_call=True)
         return model
-    compile_model(model, Pipeline(plan, mesh, transport), backend)
+    compile_model(model, pipeline, backend)
     return model
 
 
-def _check_model(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise EngineError(f"parameter {name!r} is a DTensor already; shard a model once, and on one mesh dimension")
-        if param.ndim == 0:
-            raise EngineError(
-                f"parameter {name!r} is a scalar, which has no rows to shard; make it 1-D with one element"
-            )
-        if not param.is_contiguous():
-            raise EngineError(f"parameter {name!r} is not contiguous; call .contiguous() on it before sharding")
-
-
-def _check_uncompiled(plan: BucketPlan, transport: Transport) -> None:
+def _check_uncompiled(pipeline: Pipeline, reduce_dtype: torch.dtype) -> None:
     """Buckets, resharding and the ordered transport are graph rewrites; uncompiled they must not be asked for."""
-    asked = {
-        "--plan param": all(len(bucket.params) == 1 for bucket in plan.buckets),
-        "--reshard-after-forward never": not any(bucket.reshard_after_forward for bucket in plan.buckets),
-        "--transport native": transport is Transport.NATIVE,
+    buckets = pipeline.plan.buckets
+    required = {
+        "plan param": all(len(bucket.params) == 1 for bucket in buckets),
+        "reshard after forward never": not any(bucket.reshard_after_forward for bucket in buckets),
+        "transport native": pipeline.decide(reduce_dtype).transport is Transport.NATIVE,
     }
-    missing = [option for option, is_met in asked.items() if not is_met]
+    missing = [setting for setting, is_met in required.items() if not is_met]
     if missing:
         raise ConfigError(
             "compiled engine, backend eager: without a graph there is nothing to bucket, reshard or reorder; "
-            f"add {' '.join(missing)}, or choose the backend aot_eager"
+            f"set {', '.join(missing)}, or choose the backend aot_eager"
         )
 
 

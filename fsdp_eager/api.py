@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from common.errors import EngineError
 from common.gradient import Transport
 from common.policy import MixedPrecisionPolicy
+from common.shardable import check_mesh
 from fsdp_eager.bucket import FSDPParamGroup, GroupOptions
 from fsdp_eager.param import Managed
 from fsdp_eager.schedule import EventLog, Schedule
@@ -150,14 +151,6 @@ def attach(module: nn.Module, options: GroupOptions) -> FSDPState:
         vars(module)["fsdp_state"] = state
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # a Module class is hashable
     return state
-
-
-def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Refuse meshes that this engine cannot shard over."""
-    if mesh is None or mesh.ndim != 1:
-        found = "none" if mesh is None else f"{mesh.ndim} dimensions"
-        raise EngineError(f"mesh: expected one dimension, found {found}; hybrid sharding is not supported yet")
-    return mesh
 
 
 def is_callable(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.gradient import Transport, plan_reduction
 from common.mesh import backend_of
 from common.policy import MixedPrecisionPolicy
+from common.shardable import check_shardable
 from fsdp_eager.collectives import (
     PendingReduction,
     copy_out,
@@ -28,7 +29,7 @@ from fsdp_eager.collectives import (
     launch_reduction,
     pack_gradients,
 )
-from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState, check_shardable
+from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState, check_one_dtype
 from fsdp_eager.reshard import SharedBuffer, WholeBuffer
 
 
@@ -67,9 +68,10 @@ class FSDPParamGroup:
         """Shard the parameters; from here on their modules hold the shards.
 
         Raises:
-            EngineError: a parameter that this engine cannot shard, see `check_shardable`.
+            EngineError: a parameter that cannot be sharded, see `common.shardable`; or two dtypes.
         """
-        check_shardable(managed, options.mesh.device_type)
+        check_shardable(((item.name, item.param) for item in managed), options.mesh.device_type)
+        check_one_dtype(managed)
         self.name = name
         self.options = options
         self.state = ShardedState.SHARDED

@@ -16,7 +16,8 @@ from common.errors import EngineError
 from common.gradient import Transport
 from common.job import JobConfig
 from common.plan import build_plan
-from fsdp_eager.api import attach, check_mesh, is_callable, shard_group
+from common.shardable import check_mesh
+from fsdp_eager.api import attach, is_callable, shard_group
 from fsdp_eager.bucket import GroupOptions
 from fsdp_eager.param import Managed
 from fsdp_eager.state import init_root, state_of

@@ -168,35 +168,16 @@ class FSDPParam:
             )
 
 
-def check_shardable(managed: Iterable[Managed], device_type: str) -> None:
-    """Refuse parameters that this engine cannot shard.
+def check_one_dtype(managed: Iterable[Managed]) -> None:
+    """Refuse parameters that cannot travel in one message.
 
     Raises:
-        EngineError: a parameter of 0 dimensions, not contiguous, on another device than the mesh, of a class
-            other than `nn.Parameter`; or two dtypes in one group.
+        EngineError: two dtypes.
     """
-    first: tuple[str, torch.dtype] | None = None
-    for name, param, _ in managed:
-        if isinstance(param, DTensor) or type(param) is not nn.Parameter:
+    first, *others = managed
+    for name, param, _ in others:
+        if param.dtype != first.param.dtype:
             raise EngineError(
-                f"parameter {name}: expected a plain nn.Parameter, found {type(param).__name__}; "
-                "materialize or unwrap it before sharding"
-            )
-        if param.ndim == 0:
-            raise EngineError(f"parameter {name}: 0-dimensional, has no rows to shard; make its shape [1]")
-        if not param.is_contiguous():
-            raise EngineError(
-                f"parameter {name}: not contiguous, strides {param.stride()} for shape {list(param.shape)}; "
-                "replace it by a contiguous copy before sharding"
-            )
-        if param.device.type != device_type:
-            raise EngineError(
-                f"parameter {name}: on {param.device}, but the mesh is on {device_type!r}; "
-                f"move the model there before sharding it"
-            )
-        first = first or (name, param.dtype)
-        if param.dtype != first[1]:
-            raise EngineError(
-                f"parameter {name}: {param.dtype}, but {first[0]} in the same group is {first[1]}; one group travels "
-                "in one dtype, so put parameters of different dtypes into different groups"
+                f"parameter {name!r}: {param.dtype}, but {first.name!r} in the same group is {first.param.dtype}; one "
+                "group travels in one dtype, so put parameters of different dtypes into different groups"
             )

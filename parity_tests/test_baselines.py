@@ -154,7 +154,7 @@ def test_torch_fsdp2_follows_the_plan(runs: Runs, options: dict[str, object], gr
 
 def bucket_plan(*modules: Sequence[str]) -> BucketPlan:
     """One bucket per list of modules, with one parameter each."""
-    return BucketPlan("by hand", tuple(Bucket(tuple(names), (f"p{i}",)) for i, names in enumerate(modules)))
+    return BucketPlan(tuple(Bucket(tuple(names), (f"p{i}",)) for i, names in enumerate(modules)))
 
 
 def test_buckets_that_share_a_module_become_one_group() -> None:

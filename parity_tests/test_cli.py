@@ -97,6 +97,12 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("model of no function", ("compare", "--model", f"{ENGINES}.models:bigrams"), "did you mean 'bigram'?"),
     ("model that fails", ("compare", "--model", f"{ENGINES}.models:fails"), "KeyError: 'no such"),
     ("model that is none", ("compare", "--model", "os:getcwd"), "found str"),
+    ("model without its function", ("compare", "--model", "parity_tests.runs"), "parity_tests.runs:FUNCTION"),
+    ("frozen model", ("compare", "--model", f"{ENGINES}.models:frozen"), "nothing to train"),
+    ("scalar parameter", ("compare", "--model", f"{ENGINES}.models:with_scalar"), "'scale': has no dimensions"),
+    ("dropout", ("compare", "--model", f"{ENGINES}.models:with_dropout"), "module '1', a Dropout in training mode"),
+    ("dropout inside", ("compare", "--model", f"{ENGINES}.models:with_dropout_inside"), "module '1', a GRU"),
+    ("batch norm", ("compare", "--model", f"{ENGINES}.models:with_batch_norm"), "how ranks share the batch"),
     ("model above the memory", ("compare", "--model", "llama3-405b"), "needs at least"),
     ("unknown engine", ("compare", "--engines", "eagre"), "known engines are eager"),
     ("engine that is none", ("compare", "--engines", "os"), "does not define parallelize"),
@@ -106,6 +112,7 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("no engine but the reference", ("compare", "--engines", "single"), "found no other"),
     ("unknown reference", ("compare", "--reference", "truth"), "'truth'"),
     ("plan that names no module", ("compare", "--plan", "blocks"), "'blocks' names no module"),
+    ("plan with a plan in it", ("compare", "--plan", "param,norm"), "'param' is a whole plan"),
     ("plan with a gap", ("compare", "--plan", "norm,,output"), "found nothing"),
     ("data that is not there", ("compare", "--data", "nowhere.txt"), "found nothing there"),
     ("data that is no text", ("compare", "--data", sys.executable), "found other bytes"),
@@ -360,6 +367,19 @@ def test_model_that_cannot_be_built_on_meta_is_compared(
     ran = call("compare", *model, "--engines", "eager", "--reference", "torch-fsdp2", "--out", str(tmp_path))
     assert ran.code == 0, ran
     assert not list(tmp_path.glob("*/float64.json"))  # bitwise needs no referee
+
+
+@pytest.mark.parametrize(("model", "found"), [("labelled", "found a dict"), ("pooled", "found [6, 256]")])
+def test_model_that_returns_no_logits_ends_in_one_line(
+    model: str, found: str, pool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a model returns is known when it runs; it is still the user's to mend, and said in one line."""
+    monkeypatch.setattr(bench.commands, "open_ranks", lambda ranks: nullcontext(pool))
+    words = ("compare", "--model", f"{ENGINES}.models:{model}", "--engines", "ddp", "--reference", "torch-fsdp2")
+    ran = call(*words, "--out", str(tmp_path))
+    assert ran.code == 2 and ran.out == ""
+    *_, last = ran.err.splitlines()  # above it is the progress
+    assert last.startswith("fsdp-parity: model: expected it to return logits [6, 64, 'vocab']") and found in last
 
 
 @pytest.mark.parametrize(

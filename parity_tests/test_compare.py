@@ -14,7 +14,7 @@ from common.harness.compare import compare_runs, job_key
 from common.harness.distance import max_ulp, relative_error, worst_row_error
 from common.harness.grades import ErrorBound, Grade, expected_grade, referee_job, unit_roundoff
 from common.harness.launch import RankPool
-from common.harness.records import Environment, Run, RunRecord
+from common.harness.records import Environment, MemoryPeak, Run, RunRecord
 from common.harness.train import assemble
 from common.job import JobConfig
 from parity_tests.planted import EVERYWHERE, ON_TARGET, TARGET, run_planted
@@ -139,6 +139,7 @@ def record(engine: str = "eager", **options: object) -> RunRecord:
         "grad_norms": [5.0, 5.0],
         "grad_digests": [{"first": "a", "last": "b"}, {"first": "c", "last": "d"}],
         "param_norms": [{"first": 3.0, "last": 4.0}] * 2,
+        "memory": [MemoryPeak(10, 20)] * 2,
     }
     return RunRecord(**values | options)  # type: ignore[arg-type]
 

@@ -310,7 +310,7 @@ MESSAGES = {
     "twice": ("FSDPLinear is sharded already", "once"),
     "parallelize_twice": ("sharded already", "build a new model"),
     "list_container": ("ModuleList has no forward", "each module inside"),
-    "scalar": ("Linear.scale", "0-dimensional", "shape [1]"),
+    "scalar": ("Linear.scale", "no dimensions", "shape [1]"),
     "strided": ("Linear.weight", "not contiguous", "copy"),
     "two_dtypes": ("Linear.bias", "torch.bfloat16", "Linear.weight", "different groups"),
     "meta": ("Linear.weight", "on meta", "'cpu'"),

@@ -403,6 +403,13 @@ BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "record of another schema": ("eager.json", lambda data: data.update(schema=99)),
     "record without losses": ("eager.json", lambda data: data.pop("losses")),
     "record with a null": ("eager.json", lambda data: data.update(memory=None)),
+    "record without steps": ("eager.json", lambda data: data.update(losses=[], grad_norms=[])),
+    "record without a step": ("eager.json", lambda data: data["grad_digests"].pop()),
+    "record without a rank": ("eager.json", lambda data: data["losses"][0].pop()),
+    "record without a rank's memory": ("eager.json", lambda data: data["memory"].pop()),
+    "record with a number for a word": ("eager.json", lambda data: data["environment"].update(torch=2.13)),
+    "record with a word for a number": ("eager.json", lambda data: data["collectives"][0].update(count="two")),
+    "record with a fraction of a rank": ("eager.json", lambda data: data.update(world_size=1.5)),
 }
 
 

@@ -138,14 +138,14 @@ class RunRecord:
         """The record that `to_dict` described.
 
         Raises:
-            ConfigError: a record of another schema version.
+            ConfigError: a record of another schema version, or one that is not as `to_dict` wrote it.
         """
         if data.get("schema") != SCHEMA_VERSION:
             raise ConfigError(
                 f"record: expected schema {SCHEMA_VERSION}, found {data.get('schema')!r}; run the job again"
             )
         predicted = data["predicted"]
-        return cls(
+        record = cls(
             **data
             | {
                 "environment": Environment(**data["environment"]),
@@ -158,10 +158,30 @@ class RunRecord:
                 "param_norms": [{name: float(norm) for name, norm in step.items()} for step in data["param_norms"]],
             }
         )
+        _check_record(record)
+        return record
 
 
 Run = tuple[RunRecord, dict[str, torch.Tensor]]
 """A record, and the whole gradients of step 0 by parameter: what is judged."""
+
+
+def _check_record(record: RunRecord) -> None:
+    """Refuse what was edited or cut: values of other types, steps or ranks that are missing."""
+    types: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "float": (int, float)}
+    parts: list[Any] = [record, record.environment, *record.collectives, *(record.predicted or []), *record.memory]
+    for part in parts:
+        for each in dataclasses.fields(part):
+            value, expected = getattr(part, each.name), types.get(str(each.type))
+            if expected is not None and (not isinstance(value, expected) or isinstance(value, bool)):
+                raise ConfigError(f"record: {each.name}: expected {each.type}, found {value!r}; run the job again")
+    for name in ("losses", "grad_norms", "grad_digests", "param_norms"):
+        found, steps = len(getattr(record, name)), record.job["steps"]
+        if found != steps:
+            raise ConfigError(f"record: {name}: expected one for each of {steps} steps, found {found}")
+    for kind, ranks in (("losses", min(map(len, record.losses))), ("memory", len(record.memory))):
+        if ranks != record.world_size:
+            raise ConfigError(f"record: {kind}: expected one for each of {record.world_size} ranks, found {ranks}")
 
 
 def json_ready(data: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import nn
 
 from common.data import batch, check_tokens, load_tokens
 from common.engine import Engine, load_engine
-from common.errors import EngineError
+from common.errors import ConfigError, EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
 from common.harness.instruments.memory import live_bytes, measure_memory
@@ -181,7 +181,17 @@ class _Training:
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of logits [batch, seq, vocab] against token ids [batch, seq], in fp32 or wider."""
+    """Mean cross entropy of logits [batch, seq, vocab] against token ids [batch, seq], in fp32 or wider.
+
+    Raises:
+        ConfigError: the model returned something else, or logits for other tokens.
+    """
+    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+    if isinstance(shape, str) or shape[:-1] != list(targets.shape):
+        raise ConfigError(
+            f"model: expected it to return logits {[*targets.shape, 'vocab']}, found {shape}; wrap it in a module "
+            "whose forward takes token ids [batch, seq] and returns logits"
+        )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 

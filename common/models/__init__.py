@@ -122,7 +122,10 @@ def _construct(name: str) -> LanguageModel:
         if name in gpt.CONFIGS:
             return gpt.GPT(gpt.CONFIGS[name])
     known = ", ".join(model_names())
-    raise ConfigError(f"model {name!r} is unknown{_hint(name, model_names())}; known are {known}, or module:function")
+    file = os.path.join(*name.removesuffix(".py").split(".")) + ".py"
+    hint = f" (for a model of {file}, name its function too: {name.removesuffix('.py')}:FUNCTION)"
+    hint = hint if os.path.isfile(file) else _hint(name, model_names())
+    raise ConfigError(f"model {name!r} is unknown{hint}; known are {known}, or module:function")
 
 
 def _build_user_model(name: str, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -77,11 +77,6 @@ def phase(name: str) -> AbstractContextManager[object]:
     return record_function(_RANGE + name)
 
 
-def is_reduction(kind: str) -> bool:
-    """Whether a collective of this kind reduces gradients; see [Note: rank order] in `common.gradient`."""
-    return kind in ("reduce_scatter", "all_reduce", "all_to_all")
-
-
 @contextmanager
 def count_collectives() -> Iterator[CollectiveMeter]:
     """Count the collectives that this rank launches inside the `phase` ranges of the block."""
