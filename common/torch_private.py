@@ -11,18 +11,29 @@ no shapes inside tensor lists and no addresses, the exported trace no dtypes ins
 
 Maps over nested tuples, lists and dicts; Dynamo traces it, which it does not do with a recursion of ours.
 
+    torch.distributed.distributed_c10d.ProcessGroupGloo, its `_Options` with `_devices`, `_timeout` and `_threads`
+
+The only way to choose how many threads run a gloo group's collectives; see `one_thread_per_gloo_group`.
+
+    torch.distributed.device_mesh.DeviceMesh()._pg_registry (from 2.13 on)
+
+By which a mesh keeps its process groups alive after they were destroyed; see `release_groups`.
+
 Seen in torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map as tree_map
 
@@ -81,11 +92,6 @@ class Recording:
     allocations: list[Allocation] = field(default_factory=list)
 
 
-SETTLE_S = 0.05
-"""A pause before recording ends. A backend's threads report to the profiler too, as late as when they let go of a
-collective that the caller has waited for; recording should not end under them."""
-
-
 @contextmanager
 def record_events(*, memory: bool = False) -> Iterator[Recording]:
     """Record the operators, and on request the allocations, of this thread and of those it hands work to."""
@@ -94,7 +100,6 @@ def record_events(*, memory: bool = False) -> Iterator[Recording]:
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory)
     with profiler:
         yield recording
-        time.sleep(SETTLE_S)
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     pending: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in results.experimental_event_tree()]
     while pending:
@@ -119,3 +124,43 @@ def _tensors(argument: Any) -> tuple[TensorArgument, ...]:
     if not hasattr(argument, "sizes"):
         return ()
     return (TensorArgument(tuple(argument.sizes), argument.dtype.itemsize, argument.storage_data_ptr),)
+
+
+@contextmanager
+def one_thread_per_gloo_group() -> Iterator[None]:
+    """Let gloo groups that are made in the block run their collectives one after the other, on one thread.
+
+    By default two threads take turns at them. In torch 2.13 the two then free the same memory now and then, and the
+    process dies of it, at a later and unrelated place (docs/log.md tells how that was found).
+    """
+    original: Any = ProcessGroupGloo
+
+    class OneThreadGloo(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **options: Any) -> None:
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            found = original._Options()
+            found._devices = [
+                original.create_device(interface=name) if name else original.create_default_device()
+                for name in interfaces
+            ]
+            found._timeout = timeout
+            found._threads = 1
+            super().__init__(store, rank, size, found)
+
+    names: Any = distributed_c10d
+    names.ProcessGroupGloo = OneThreadGloo
+    try:
+        yield
+    finally:
+        names.ProcessGroupGloo = original
+
+
+def release_groups() -> None:
+    """Take their process groups from all meshes that are left; the groups must have been destroyed.
+
+    Caches of DTensor and guards of compiled code keep meshes for as long as the process lives. With a group go its
+    sockets, and threads that else wake up a hundred times a second.
+    """
+    for thing in gc.get_objects():
+        if type(thing) is DeviceMesh:
+            vars(thing).get("_pg_registry", {}).clear()

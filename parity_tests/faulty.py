@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +58,12 @@ def gather_compiled(context: RankContext) -> tuple[list[float], list[float]]:
     sharded = distribute_tensor(torch.arange(float(ranks)), mesh, [Shard(0)])
     whole = sharded.redistribute(placements=[Replicate()]).to_local()
     return gather(torch.tensor([float(context.rank)])).tolist(), whole.tolist()
+
+
+def native_threads(context: RankContext) -> Counter[str]:
+    """How many threads of each name this process has, Python's and those of torch and gloo, in the middle of a task."""
+    dist.all_reduce(torch.ones(1))
+    return Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def keep_group(context: RankContext) -> int:

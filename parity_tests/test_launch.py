@@ -110,6 +110,20 @@ def test_pool_compiled_collectives_work_in_successive_tasks(pool: RankPool) -> N
         assert pool.run(faulty.gather_compiled, ranks=ranks) == [expected] * ranks
 
 
+def test_pool_tasks_leave_no_group_behind(pool: RankPool) -> None:
+    """Caches keep the meshes of old tasks, compiled or not; their sockets and threads end all the same."""
+    before = pool.run(faulty.native_threads, ranks=2)
+    for _ in range(3):
+        pool.run(faulty.gather_compiled, ranks=2)
+    assert pool.run(faulty.native_threads, ranks=2) == before
+
+
+def test_gloo_group_runs_on_one_thread(pool: RankPool) -> None:
+    """Two threads of one group can free the same memory, so groups of tasks have one; it moves data (see above)."""
+    for threads in pool.run(faulty.native_threads, ranks=3):
+        assert threads["pt_gloo_runloop"] == 1
+
+
 def test_pool_survives_references_to_an_old_group(fragile: RankPool) -> None:
     """A task that keeps its group and mesh alive does not disturb the next ones."""
     assert [fragile.run(faulty.keep_group, ranks=2) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]

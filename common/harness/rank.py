@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.errors import ConfigError
+from common.torch_private import one_thread_per_gloo_group, release_groups
 
 SEED = 0
 """Every task starts from this random state, on every rank; a task that wants other numbers seeds itself."""
@@ -81,6 +82,14 @@ def use_loopback(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def disable_flight_recorder(environ: MutableMapping[str, str]) -> None:
+    """Do without torch's record of collectives, unless `environ` says otherwise.
+
+    It holds the call stacks of the last 2,000, and by them compiled graphs with all they were traced from.
+    """
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
 def set_initial_state() -> None:
     """Give a task the process-wide settings of a new process, with one thread and a fixed seed.
 
@@ -98,10 +107,11 @@ def set_initial_state() -> None:
 
 
 def forget_task() -> None:
-    """Drop what a finished task leaves behind: compiled code, and garbage that holds tensors."""
+    """Drop what a finished task leaves behind: compiled code, process groups, and garbage that holds tensors."""
     if "torch._dynamo" in sys.modules:  # compiled code holds the names of a group that is gone
         torch.compiler.reset()
     gc.collect()
+    release_groups()
 
 
 @contextmanager
@@ -113,8 +123,9 @@ def process_group(store: Store, rank: int, ranks: int, timeout_s: float) -> Iter
     """
     timeout = timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
     store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    yield
+    with one_thread_per_gloo_group():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        yield
     if dist.is_initialized():  # a task may have destroyed it itself
         dist.destroy_process_group()
 

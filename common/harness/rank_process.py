@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.harness.diagnosis import Stack, is_complete, thread_state
-from common.harness.rank import Progress, use_loopback
+from common.harness.rank import Progress, disable_flight_recorder, use_loopback
 
 WORKER_MODULE = "common.harness.worker"
 POLL_S = 0.01
@@ -129,6 +129,7 @@ def worker_environment() -> dict[str, str]:
     environ["OMP_NUM_THREADS"] = "1"
     environ["PYTHONPATH"] = os.pathsep.join(import_path())
     use_loopback(environ)
+    disable_flight_recorder(environ)
     return environ
 
 

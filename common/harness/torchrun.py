@@ -27,6 +27,7 @@ from common.harness.rank import (
     Progress,
     RankContext,
     check_timeout,
+    disable_flight_recorder,
     forget_task,
     is_connection_error,
     one_line,
@@ -62,6 +63,7 @@ class JoinedRanks:
         self.world_size = int(os.environ["WORLD_SIZE"])
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             use_loopback(os.environ)
+        disable_flight_recorder(os.environ)
         self._store: Store | None = None
         self._runs = 0
 

@@ -105,21 +105,13 @@ def train(context: RankContext, engine: Engine, job: JobConfig) -> RankResult | 
     """Train `job` on `engine`, on this rank; see `run_engine`."""
     if not engine.data_parallel and context.rank != 0:
         return None
-    context.progress("build", 0, 1)
-    training = _prepare(engine, job, context)
-    for step in range(job.steps):
-        start_s = time.perf_counter()
-        training.judged_step(step)
-        if step == 0:
-            training.result.first_step_s = time.perf_counter() - start_s
-        context.progress("step", step + 1, job.steps)
-    training.instrumented_steps()
-    context.progress("instruments", 1, 1)
+    training = prepare(context, engine, job)
+    training.run(context)
     return training.result
 
 
 @dataclass
-class _Training:
+class Training:
     """One job in progress on one rank.
 
     Attributes:
@@ -138,6 +130,17 @@ class _Training:
     ranks: int
     result: RankResult
 
+    def run(self, context: RankContext) -> None:
+        """The whole run: the judged steps, then the instrumented ones."""
+        for step in range(self.job.steps):
+            start_s = time.perf_counter()
+            self.judged_step(step)
+            if step == 0:
+                self.result.first_step_s = time.perf_counter() - start_s
+            context.progress("step", step + 1, self.job.steps)
+        self.instrumented_steps()
+        context.progress("instruments", 1, 1)
+
     def judged_step(self, step: int) -> None:
         """One step whose loss and gradients are recorded; the gradients of step 0 are kept whole."""
         self.result.losses.append(self._loss_and_backward(step).item())
@@ -147,14 +150,15 @@ class _Training:
     def instrumented_steps(self) -> None:
         """Two more steps: one counts collectives, one measures memory."""
         with count_collectives() as collectives:
-            self._step(self.job.steps)
+            self.plain_step(self.job.steps)
         if self.rank == 0:
             self.result.collectives = collectives.counts
         with measure_memory(live_bytes(ignore=self.result.gradients[0].kept.values())) as memory:
-            self._step(self.job.steps + 1)
+            self.plain_step(self.job.steps + 1)
         self.result.memory = memory.peak
 
-    def _step(self, step: int) -> None:
+    def plain_step(self, step: int) -> None:
+        """One step of which nothing is recorded."""
         self._loss_and_backward(step)
         self._update()
 
@@ -196,8 +200,9 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
-def _prepare(engine: Engine, job: JobConfig, context: RankContext) -> _Training:
-    """Build model, data and optimizer, and let the engine shard the model."""
+def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
+    """Build model, data and optimizer on this rank, and let the engine shard the model."""
+    context.progress("build", 0, 1)
     rank, ranks = (context.rank, context.ranks) if engine.data_parallel else (0, 1)
     model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype])
     limits = model_limits(model)
@@ -210,7 +215,7 @@ def _prepare(engine: Engine, job: JobConfig, context: RankContext) -> _Training:
     names = [name for name, _ in model.named_parameters()]
     module = engine.parallelize(model, build_mesh() if engine.data_parallel else None, job)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
-    return _Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result)
+    return Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result)
 
 
 def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:
