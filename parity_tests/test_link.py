@@ -175,7 +175,7 @@ def test_link_groups_of_a_mesh_are_links_of_their_own(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("hook", "options"),
     [(False, {}), (True, {}), (False, {"static_graph": True}), (False, {"find_unused_parameters": True})],
-    ids=["plain", "bf16-hook", "static-graph", "unused"],
+    ids=["plain", "fp16-hook", "static-graph", "unused"],
 )
 def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any]) -> None:
     """Three steps of DistributedDataParallel give gloo's gradients, bit for bit: at 2 ranks order cannot differ."""
@@ -183,7 +183,7 @@ def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any]) -
     over_link = pool.run(cases.ddp_steps, "0.1ms,1GB/s", hook, options, ranks=2)
     for (expected, none), (found, reduced) in zip(with_gloo, over_link, strict=True):
         assert none == 0
-        assert reduced >= 6
+        assert reduced >= 5
         assert len(expected) == 18
         assert all(map(torch.equal, found, expected))
 
@@ -197,10 +197,10 @@ def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any]) -
         ("send", r"^EngineError: .*recv.*--link gloo", r"^EngineError: .*send.*--link gloo"),
         ("mean", r"^EngineError: .*mean of torch.int64", r"^EngineError: .*mean of torch.int64"),
         ("premultiplied", r"^EngineError: .*set_force_sum", r"^EngineError: .*set_force_sum"),
-        ("mismatch", r"^EngineError: operation 1 .*broadcast of 16 .*all_reduce of 16", r"^EngineError"),
-        ("sizes", r"^EngineError: operation 1 .*all_reduce of 16 bytes, rank 1 all_reduce of 20", r"^EngineError"),
-        ("late", r"^RankTimeout: all_reduce, operation 1 .*rank 1 did not join within 0.5 s", r""),
-        ("left", r"^RankError: all_reduce, operation 1 .*rank 1 is gone", r"^EngineError: left"),
+        ("mismatch", r"^EngineError: operation 2 .*broadcast of 16 .*all_reduce of 16", r"^EngineError"),
+        ("sizes", r"^EngineError: operation 2 .*all_reduce of 16 bytes, rank 1 all_reduce of 20", r"^EngineError"),
+        ("late", r"^RankTimeout: all_reduce, operation 2 .*rank 1 did not join within 0.5 s", r""),
+        ("left", r"^RankError: all_reduce, operation 2 .*rank 1 is gone", r"^EngineError: left"),
     ],
 )
 def test_link_error_names_operation_and_rank(pool: RankPool, what: str, first: str, second: str) -> None:

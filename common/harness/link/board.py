@@ -99,9 +99,10 @@ class Memory:
         self.data = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last tensor over it."""
+        """Let go of it; the mapping goes with the last tensor over it, if one is still about."""
         if self._own >= 0:
             os.close(self._own)
+        del self.data, self.map
 
 
 class Arena:
@@ -181,10 +182,12 @@ class Board:
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Close what is open here; the memory goes when the last process has let go of it."""
-        self._memory.close()
-        for arena in self._arenas:
-            arena.memory.close()
+        """Let go of all memory, also if a traceback keeps this object; the board can't be used any more."""
+        self._posted.release()
+        self._consumed.release()
+        del self._word
+        for memory in (self._memory, *(arena.memory for arena in self._arenas), *self._files.values()):
+            memory.close()
         if self._process >= 0:
             os.close(self._process)
 

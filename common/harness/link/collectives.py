@@ -202,7 +202,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The elements of a tensor as bytes [n], without a copy where that is possible."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # not `view(-1)`: a contiguous tensor of one element may have any stride
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _size(tensor: Tensor) -> int:

@@ -97,8 +97,7 @@ class Kernels:
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Operator names and their kernels."""
-        refused: dict[str, Callable[..., Any]] = {name: self._refuse(name) for name in _REFUSED}
-        return {
+        carried: dict[str, Callable[..., Any]] = {
             "_allgather_base_": self._allgather_base,
             "allgather_": self._allgather,
             "allgather_coalesced_": self._allgather_coalesced,
@@ -115,7 +114,8 @@ class Kernels:
             "scatter_": self._scatter,
             "reduce_": self._reduce,
             "barrier": self._barrier,
-        } | refused
+        }
+        return carried | {name: self._refuse(name) for name in _REFUSED}
 
     # --- gathers
 
