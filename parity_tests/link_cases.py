@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import EngineError, ParityError
 from common.harness.launch import RankContext
 from common.harness.link import FREE, LinkSpec, LogEntry, emulate, parse_link
-from parity_tests import eager_cases
+from parity_tests import compiled_cases, eager_cases
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EXACT = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
@@ -313,6 +313,13 @@ def engine_against_torch(ctx: RankContext, changes: dict[str, Any]) -> tuple[lis
     """Where the eager engine and torch's fully_shard differ over a link, and the kinds of operations on it."""
     with emulate(FREE, timeout_s=50) as meter:
         return eager_cases.against_torch(ctx, {}, changes, 2), {entry.kind for entry in meter.log}
+
+
+def compiled_against_torch(ctx: RankContext) -> tuple[list[str], set[str]]:
+    """As `engine_against_torch`, for the compiled engine: its graph calls functional collectives."""
+    with emulate(FREE, timeout_s=100) as meter:
+        wrong = compiled_cases.against_torch(ctx, compiled_cases.Tied, "block", (None, None), True)
+    return wrong, {entry.kind for entry in meter.log}
 
 
 def native_against_ordered(ctx: RankContext) -> list[str]:

@@ -113,6 +113,13 @@ def test_link_engine_equals_torch_fully_shard_bitwise(pool: RankPool, changes: d
         assert kinds >= {"all_gather", "reduce_scatter"}
 
 
+def test_link_compiled_engine_equals_torch_fully_shard_bitwise(pool: RankPool) -> None:
+    """The same for the compiled engine (`aot_eager`), whose graph calls functional collectives."""
+    for differences, kinds in pool.run(cases.compiled_against_torch, ranks=3, timeout_s=120):
+        assert differences == []
+        assert kinds >= {"all_gather", "reduce_scatter"}
+
+
 def test_link_native_sums_are_ordered_sums(pool: RankPool) -> None:
     """Over the link the native reduce-scatter adds in rank order: at 3 ranks it has the ordered transport's bits."""
     assert pool.run(cases.native_against_ordered, ranks=3) == [[]] * 3
