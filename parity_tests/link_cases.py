@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import EngineError, ParityError
 from common.harness.launch import RankContext
 from common.harness.link import FREE, LinkSpec, LogEntry, emulate, parse_link
-from parity_tests import compiled_cases, eager_cases
+from parity_tests import eager_cases
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EXACT = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
@@ -317,6 +317,8 @@ def engine_against_torch(ctx: RankContext, changes: dict[str, Any]) -> tuple[lis
 
 def compiled_against_torch(ctx: RankContext) -> tuple[list[str], set[str]]:
     """As `engine_against_torch`, for the compiled engine: its graph calls functional collectives."""
+    from parity_tests import compiled_cases  # here: it imports the compiler, which takes seconds
+
     with emulate(FREE, timeout_s=100) as meter:
         wrong = compiled_cases.against_torch(ctx, compiled_cases.Tied, "block", (None, None), True)
     return wrong, {entry.kind for entry in meter.log}
@@ -416,4 +418,13 @@ def die(ctx: RankContext) -> None:
         dist.all_reduce(torch.ones(10))
         if ctx.rank == 1:
             os._exit(7)
+        dist.all_reduce(torch.ones(10))
+
+
+def hang(ctx: RankContext) -> None:
+    """Rank 1 never joins, and does not end."""
+    with emulate(FREE, timeout_s=300):
+        dist.barrier()
+        if ctx.rank == 1:
+            time.sleep(300)
         dist.all_reduce(torch.ones(10))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.errors import ConfigError, RankError
+from common.errors import ConfigError, RankError, RankTimeout
 from common.harness.launch import RankPool
 from common.harness.link import FREE, PRESETS, LinkChoice, LinkSpec, parse_link
 from common.harness.link.board import Arena
@@ -71,15 +71,15 @@ def test_link_of_a_group_depends_on_the_nodes_it_spans() -> None:
 
 
 def test_arena_gives_out_no_byte_twice() -> None:
-    """Whatever is live lies apart, and what is done is used again: with a window of 5 it never runs out."""
+    """What is live lies apart, filled to the brim; an arena with nothing live has room for all of its size."""
     arena, live = Arena(1 << 14), []
     generator = torch.Generator().manual_seed(0)
     for number in range(3000):
-        size = 64 * int(torch.randint(1, 40, (), generator=generator))
-        live = live[-4:]
-        offset = arena.take(size, number, live[0][0] if live else number)
-        assert offset is not None
-        assert offset + size <= 1 << 14
+        size = 64 * int(torch.randint(1, 256, (), generator=generator) ** 2 // 256 + 1)
+        while (offset := arena.take(size, number, live[0][0] if live else number)) is None:
+            assert live
+            live.pop(0)
+        assert 0 <= offset <= (1 << 14) - size
         assert all(offset + size <= other or other + length <= offset for _, other, length in live)
         live.append((number, offset, size))
 
@@ -232,6 +232,13 @@ def test_link_leaves_nothing_behind_when_a_rank_dies(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1 ended with exit code 7"):
         pool.run(cases.die, ranks=2)
     assert not [name for name in os.listdir("/dev/shm") if "fsdp-link" in name]
+
+
+def test_link_wait_is_told_from_a_hang(pool: RankPool) -> None:
+    """When the pool's time is up, the rank that hangs is blamed, and the one in the link's wait is waiting for it."""
+    pool.run(cases.what_stays, ranks=2)  # ranks that are new have imported what they need
+    with pytest.raises(RankTimeout, match=r"rank 1 at hang .*waiting for it: rank 0 in all_reduce at hang "):
+        pool.run(cases.hang, ranks=2, timeout_s=5)
 
 
 def test_link_finds_a_dead_peer_at_once() -> None:

@@ -62,6 +62,10 @@ class Frame:
         return self.file.startswith(TORCH)
 
     @property
+    def in_link(self) -> bool:
+        return self.file.startswith(LINK)
+
+    @property
     def in_stdlib(self) -> bool:
         """In the standard library or its backport, whose decorators wrap torch's functions."""
         is_stdlib = self.file.startswith(STDLIB) and "site-packages" not in self.file
@@ -99,7 +103,7 @@ class Stack:
         """The collective in which the rank waits for others, or None; see [Note: who hangs]."""
         if self.state != "S" or not self.frames:
             return None
-        frames = list(dropwhile(lambda frame: frame.file.startswith(LINK), self.frames))
+        frames = list(dropwhile(lambda frame: frame.in_link, self.frames))
         if not frames:
             return None
         innermost = frames[0]
@@ -113,10 +117,10 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost line of code that is neither torch's nor Python's."""
+        """The innermost line of code that is neither torch's nor Python's nor the emulated link's."""
         if not self.frames:
             return f"an unknown place (no stack: {STATES.get(self.state, 'stuck outside Python')})"
-        ours = (frame for frame in self.frames if not (frame.in_torch or frame.in_stdlib or frame.file[0] == "<"))
+        ours = (f for f in self.frames if not (f.in_torch or f.in_stdlib or f.in_link or f.file[0] == "<"))
         return str(next(ours, self.frames[0]))
 
 

@@ -42,8 +42,7 @@ class Link:
     """The emulated link of one group, as one rank sees it.
 
     Args:
-        group: its name.
-        ranks: its global ranks.
+        group, ranks: its name and global ranks.
         rank: our place among them.
         store: the group's store, through which boards are found.
         spec: the costs.
@@ -92,14 +91,11 @@ class Link:
         """Begin an operation: copy in what this rank sends, and tell the others.
 
         Args:
-            kind: one of `KINDS`.
-            size: bytes of the full buffer.
-            wire: bytes on the wire.
+            kind, size, wire: as in the log.
             payload: pieces of bytes that this rank sends.
             receive: see `Receive`.
 
-        Raises:
-            RankError: a rank that this one needs is gone.
+        Raises: as `finish`.
         """
         self._raise_failure()
         index, begin_s = self._next, time.monotonic()
@@ -149,9 +145,8 @@ class Link:
         """Let go of all shared memory; peers that still wait for this rank learn that it is gone."""
         self._failure = self._failure or EngineError(f"link: group {self._group!r} was used after its link's end")
         self._own.consume(_ABANDONED)
-        for board in self._boards:
-            if board is not None:
-                board.close()
+        for board in filter(None, self._boards):
+            board.close()
         self._boards.clear()
         self._pending.clear()
 
@@ -167,7 +162,7 @@ class Link:
         """Complete, in order, every pending operation that all ranks have issued."""
         if not self._pending or not self._connect():
             return
-        boards = [board for board in self._boards if board is not None]
+        boards = [board for board in self._boards if board]
         posted = min(board.posted for board in boards)
         while self._pending and self._pending[0][0].index < posted:
             operation, receive = self._pending.popleft()
@@ -267,17 +262,16 @@ class Link:
         for place, board in enumerate(self._boards):
             if board is None and self._store.check([self._key(place)]):
                 pid, file, machine = self._store.get(self._key(place)).decode().split(" ", 2)
-                if machine != _machine():
-                    raise self._fail(
-                        ConfigError(
-                            f"link: ranks {self._ranks[self._rank]} and {self._ranks[place]} run on different machines "
-                            "or in different containers, and the emulated link joins ranks of one; use --link gloo"
-                        )
-                    )
                 try:
+                    if machine != _machine():
+                        raise PermissionError("they run on different machines or in different containers")
                     self._boards[place] = Board((int(pid), int(file)))
                 except (FileNotFoundError, ProcessLookupError) as error:
                     raise self._fail(self._gone(place, "the first operation")) from error
+                except PermissionError as error:
+                    pair = f"ranks {self._ranks[self._rank]} and {self._ranks[place]}"
+                    message = f"link: {pair} cannot share memory ({error}); use --link gloo"
+                    raise self._fail(ConfigError(message)) from error
         return all(board is not None for board in self._boards)
 
     def _gone(self, place: int, what: str) -> RankError:
