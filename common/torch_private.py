@@ -19,6 +19,17 @@ The only way to choose how many threads run a gloo group's collectives; see `one
 
 By which a mesh keeps its process groups alive after they were destroyed; see `release_groups`.
 
+    torch._C._distributed_c10d: ProcessGroup.unbox, PythonCallbackWork; torch.library.Library._destroy
+
+The emulated link replaces the kernels of c10d operators, under every front end at once; a public way is a backend of
+one's own, which from Python does not see what functional collectives call. Kernels get groups boxed, give back work
+handles, and have to go again.
+
+    torch._C._current_autograd_node, torch._C._current_graph_task_id, Variable._execution_engine.queue_callback
+
+`DistributedDataParallel` waits for the future of an all-reduce and not for its handle: somebody has to complete it at
+the end of the backward in which it was issued, before the wait.
+
 Seen in torch 2.11, 2.13 and 2.14.
 """
 
@@ -26,13 +37,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo, distributed_c10d
+import torch
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map as tree_map
@@ -145,6 +159,8 @@ def one_thread_per_gloo_group() -> Iterator[None]:
             ]
             found._timeout = timeout
             found._threads = 1
+            for name, value in options.items():  # torch 2.14 has one more
+                setattr(found, name, value)
             super().__init__(store, rank, size, found)
 
     names: Any = distributed_c10d
@@ -164,3 +180,55 @@ def release_groups() -> None:
     for thing in gc.get_objects():
         if type(thing) is DeviceMesh:
             vars(thing).get("_pg_registry", {}).clear()
+
+
+@contextmanager
+def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within the context, operators of a namespace run these functions for CPU tensors; names torch lacks are left out.
+
+    A kernel is called with the operator's arguments, groups and reductions boxed.
+    """
+    operators = getattr(torch.ops, namespace)
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is overridden, which is the intention
+            for name, kernel in kernels.items():
+                if hasattr(operators, name):
+                    library.impl(name, kernel, "CPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def unboxed_group(boxed: Any) -> ProcessGroup:
+    """The group that a kernel was given; the same object each time, for as long as somebody holds it."""
+    group: ProcessGroup = torch._C._distributed_c10d.ProcessGroup.unbox(boxed)
+    return group
+
+
+def reduction_name(boxed: Any) -> str:
+    """The name of the reduction that a kernel was given, such as "SUM"."""
+    return str(torch.distributed.ReduceOp.RedOpType(boxed.op()).name)
+
+
+def callback_work(wait: Callable[[Any], bool]) -> Work:
+    """A work handle whose `wait` calls `wait`, with a timedelta that is 0 for no timeout."""
+    work: Work = torch._C._distributed_c10d.PythonCallbackWork(wait)
+    return work
+
+
+def backward_id() -> int | None:
+    """A number for the backward that runs on this thread, its final callbacks included; None if there is none."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
+def in_backward_node() -> bool:
+    """Whether a node of a backward is being computed on this thread; not so in its final callbacks."""
+    return torch._C._current_autograd_node() is not None
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is now running is over, before what others will ask for from now on."""
+    Variable._execution_engine.queue_callback(callback)

@@ -8,7 +8,10 @@ import torch.distributed._functional_collectives as functional_collectives
 # Reads back the code Inductor generated, to see that the order of the collectives survived to what runs.
 from torch._inductor.utils import run_and_get_code
 
+# A reduction that only NCCL knows.
+from torch.distributed import _make_nccl_premul_sum as premultiplied_sum
+
 # A process group of any size in one process: compiled graphs can be looked at without ranks.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "functional_collectives", "run_and_get_code"]
+__all__ = ["FakeStore", "functional_collectives", "premultiplied_sum", "run_and_get_code"]

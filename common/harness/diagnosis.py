@@ -7,9 +7,9 @@ equals, the earliest.
 
 [Note: who hangs]
 When ranks do not finish in time, most of them wait in a collective for the one that is late. A rank waits if its
-main thread sleeps and the innermost code is torch's, or a line that calls `.wait()` of a work handle. Code of torch
-that computes does not sleep. One that neither waits nor has returned hangs; if there is none, the ranks called
-collectives that do not belong together.
+main thread sleeps and the innermost code is torch's, or a line that calls `.wait()` of a work handle; the emulated link
+is looked through. Code of torch that computes does not sleep. One that neither waits nor has returned hangs; if there
+is none, the ranks called collectives that do not belong together.
 
 Left out: a main thread that waits for another Python thread which in turn waits in a collective (backward on CUDA).
 """
@@ -23,7 +23,7 @@ import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from common.harness.rank import Progress
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+LINK = os.path.join(os.path.dirname(__file__), "link", "")
 COLLECTIVE_FILES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 """Where the functions live that a user knows a collective by, below torch's folder."""
 
@@ -59,6 +60,10 @@ class Frame:
     @property
     def in_torch(self) -> bool:
         return self.file.startswith(TORCH)
+
+    @property
+    def in_link(self) -> bool:
+        return self.file.startswith(LINK)
 
     @property
     def in_stdlib(self) -> bool:
@@ -98,9 +103,12 @@ class Stack:
         """The collective in which the rank waits for others, or None; see [Note: who hangs]."""
         if self.state != "S" or not self.frames:
             return None
-        innermost = self.frames[0]
+        frames = list(dropwhile(lambda frame: frame.in_link, self.frames))
+        if not frames:
+            return None
+        innermost = frames[0]
         if innermost.in_torch:
-            leading = takewhile(lambda frame: frame.in_torch, self.frames)
+            leading = takewhile(lambda frame: frame.in_torch, frames)
             names = [f.function for f in leading if f.file.removeprefix(TORCH) in COLLECTIVE_FILES]
             return names[-1] if names else "a collective"
         if not innermost.in_stdlib and ".wait(" in linecache.getline(innermost.file, innermost.line):
@@ -109,10 +117,10 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost line of code that is neither torch's nor Python's."""
+        """The innermost line of code that is neither torch's nor Python's nor the emulated link's."""
         if not self.frames:
             return f"an unknown place (no stack: {STATES.get(self.state, 'stuck outside Python')})"
-        ours = (frame for frame in self.frames if not (frame.in_torch or frame.in_stdlib or frame.file[0] == "<"))
+        ours = (f for f in self.frames if not (f.in_torch or f.in_stdlib or f.in_link or f.file[0] == "<"))
         return str(next(ours, self.frames[0]))
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RankError
 from common.torch_private import one_thread_per_gloo_group, release_groups
 
 SEED = 0
@@ -131,12 +131,12 @@ def process_group(store: Store, rank: int, ranks: int, timeout_s: float) -> Iter
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, only says that a peer went away."""
+    """Whether `error`, or what it was raised from, only says that a peer went away, or that one is late."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        if isinstance(link, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
+        if isinstance(link, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError | RankError):
             return True
         if isinstance(link, RuntimeError) and ("gloo/transport" in str(link) or "by peer" in str(link)):
             return True

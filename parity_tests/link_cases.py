@@ -1,0 +1,430 @@
+"""What the tests of the emulated link run on ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from common.errors import EngineError, ParityError
+from common.harness.launch import RankContext
+from common.harness.link import FREE, LinkSpec, LogEntry, emulate, parse_link
+from parity_tests import eager_cases
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+EXACT = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+COMPLEX = (torch.complex64, torch.complex128)
+# torch 2.13 renamed the two and warns of the old names; 2.11 and 2.12 have only those.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Ops = dist.ReduceOp
+Check = Callable[[], bool]
+
+
+def rank_order(pieces: list[Tensor], op: str) -> Tensor:
+    """((r0 op r1) op r2) ..., in the dtype of the pieces."""
+    total = pieces[0]
+    for piece in pieces[1:]:
+        if op in ("SUM", "AVG"):
+            total = total | piece if total.dtype is torch.bool else total + piece
+        elif op == "PRODUCT":
+            total = total & piece if total.dtype is torch.bool else total * piece
+        elif op in ("MIN", "MAX"):
+            total = torch.where(piece < total if op == "MIN" else piece > total, piece, total)
+        else:
+            total = {"BAND": total & piece, "BOR": total | piece, "BXOR": total ^ piece}[op]
+    if op != "AVG":
+        return total
+    if total.is_complex():
+        return torch.complex(total.real / len(pieces), total.imag / len(pieces))
+    return total / len(pieces)
+
+
+class Lottery:
+    """A seeded stream of random collectives that all ranks draw alike; each knows what every rank puts in."""
+
+    def __init__(self, ctx: RankContext, seed: int, largest: int) -> None:
+        self.ctx, self.random, self.largest = ctx, random.Random(seed), largest
+        self.kinds: set[str] = set()
+
+    def draw(self) -> tuple[dist.Work | None, str, Check]:
+        """Start one collective, asynchronously; its handle, its name, and whether its result is what maths says."""
+        gathers = [self.gather, self.gather_list, self.gather_many, self.gather_to, self.broadcast, self.barrier]
+        scatters = [self.scatter, self.scatter_list, self.scatter_many, self.scatter_from, self.reduce_all]
+        others = [self.reduce_many, self.reduce_to, self.exchange, self.exchange_list]
+        make = self.random.choice([*gathers, *scatters, *others])
+        work, check = make()
+        self.kinds.add(make.__name__)
+        return work, make.__name__, check
+
+    # --- what goes in
+
+    def numel(self) -> int:
+        if self.random.random() < 0.02:
+            return self.random.randrange(self.largest // 2, self.largest)
+        return self.random.choice((0, 1, 3, 17, 64, 200))
+
+    def dtype_and_op(self) -> tuple[torch.dtype, str]:
+        dtype = self.random.choice(FLOATS + EXACT + COMPLEX)
+        ops = ["SUM"]
+        if dtype in FLOATS + COMPLEX:
+            ops.append("AVG")
+        if dtype not in COMPLEX:
+            ops += ["PRODUCT", "MIN", "MAX"]
+        if dtype in EXACT:
+            ops += ["BAND", "BOR", "BXOR"]
+        return dtype, self.random.choice(ops)
+
+    def inputs(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """One tensor per rank."""
+        generator = torch.Generator().manual_seed(self.random.randrange(1 << 40))
+        if dtype in EXACT:
+            many = torch.randint(0, 2 if dtype is torch.bool else 100, (self.ctx.ranks, numel), generator=generator)
+            return list(many.to(dtype))
+        if dtype in COMPLEX:
+            return list(torch.randn(self.ctx.ranks, numel, dtype=dtype, generator=generator))
+        return list(torch.randn(self.ctx.ranks, numel, generator=generator).to(dtype))
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same elements, sometimes with gaps between them."""
+        if self.random.random() < 0.25:
+            gaps = torch.zeros(tensor.numel(), 2, dtype=tensor.dtype)
+            gaps[:, 0] = tensor
+            return gaps[:, 0]
+        return tensor.clone()
+
+    # --- the collectives; each returns a handle and a check
+
+    def gather(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, _) = self.numel(), self.dtype_and_op()
+        inputs = self.inputs(numel, dtype)
+        out = self.laid_out(torch.zeros(numel * self.ctx.ranks, dtype=dtype))
+        mine = self.laid_out(inputs[self.ctx.rank])
+        if self.random.random() < 0.3 and out.is_contiguous():
+            mine = out[self.ctx.rank * numel : (self.ctx.rank + 1) * numel].copy_(mine)
+            work = gather_into(out, mine)
+        else:
+            work = gather_into(out, mine)
+            mine.zero_()  # the input may be used again at once
+        return work, lambda: torch.equal(out, torch.cat(inputs))
+
+    def gather_list(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, _) = self.numel(), self.dtype_and_op()
+        inputs = self.inputs(numel, dtype)
+        outs = [self.laid_out(torch.zeros(numel, dtype=dtype)) for _ in inputs]
+        work = dist.all_gather(outs, self.laid_out(inputs[self.ctx.rank]), async_op=True)
+        return work, lambda: all(map(torch.equal, outs, inputs))
+
+    def gather_many(self) -> tuple[dist.Work | None, Check]:
+        drawn = [self.inputs(self.numel(), self.dtype_and_op()[0]) for _ in range(3)]
+        mine = [inputs[self.ctx.rank].clone() for inputs in drawn]
+        outs = [torch.zeros(len(inputs) * inputs[0].numel(), dtype=inputs[0].dtype) for inputs in drawn]
+        work = world().allgather_into_tensor_coalesced(outs, mine)
+        return work, lambda: all(map(torch.equal, outs, map(torch.cat, drawn)))
+
+    def scatter(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, op) = self.numel(), self.dtype_and_op()
+        inputs = self.inputs(numel * self.ctx.ranks, dtype)
+        expected = rank_order([tensor.view(self.ctx.ranks, -1)[self.ctx.rank] for tensor in inputs], op)
+        mine = self.laid_out(inputs[self.ctx.rank])
+        out = self.laid_out(torch.zeros(numel, dtype=dtype))
+        if self.random.random() < 0.3 and mine.is_contiguous():
+            out = mine[self.ctx.rank * numel : (self.ctx.rank + 1) * numel]
+        work = scatter_into(out, mine, getattr(Ops, op))
+        return work, lambda: same(out, expected)
+
+    def scatter_list(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, op) = self.numel(), self.dtype_and_op()
+        inputs = self.inputs(numel * self.ctx.ranks, dtype)
+        expected = rank_order([tensor.view(self.ctx.ranks, -1)[self.ctx.rank] for tensor in inputs], op)
+        mine = [self.laid_out(row) for row in inputs[self.ctx.rank].view(self.ctx.ranks, -1)]
+        out = torch.zeros(numel, dtype=dtype)
+        work = dist.reduce_scatter(out, mine, op=getattr(Ops, op), async_op=True)
+        return work, lambda: same(out, expected)
+
+    def scatter_many(self) -> tuple[dist.Work | None, Check]:
+        _, op = self.dtype_and_op()
+        op = op if op in ("SUM", "AVG") else "SUM"
+        drawn = [self.inputs(self.numel() * self.ctx.ranks, self.random.choice(FLOATS)) for _ in range(3)]
+        expected = [
+            rank_order([tensor.view(self.ctx.ranks, -1)[self.ctx.rank] for tensor in inputs], op) for inputs in drawn
+        ]
+        mine = [inputs[self.ctx.rank].clone() for inputs in drawn]
+        outs = [torch.zeros_like(tensor) for tensor in expected]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = getattr(Ops, op)
+        work = world().reduce_scatter_tensor_coalesced(outs, mine, options)
+        return work, lambda: all(map(same, outs, expected))
+
+    def reduce_all(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, op) = self.numel(), self.dtype_and_op()
+        inputs = self.inputs(numel, dtype)
+        mine = self.laid_out(inputs[self.ctx.rank])
+        work = dist.all_reduce(mine, op=getattr(Ops, op), async_op=True)
+        return work, lambda: same(mine, rank_order(inputs, op))
+
+    def reduce_many(self) -> tuple[dist.Work | None, Check]:
+        drawn = [self.inputs(self.numel(), torch.float32) for _ in range(3)]
+        mine = [inputs[self.ctx.rank].clone() for inputs in drawn]
+        work = world().allreduce_coalesced(mine)
+        return work, lambda: all(map(same, mine, (rank_order(inputs, "SUM") for inputs in drawn)))
+
+    def broadcast(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, _) = self.numel(), self.dtype_and_op()
+        inputs, root = self.inputs(numel, dtype), self.random.randrange(self.ctx.ranks)
+        mine = self.laid_out(inputs[self.ctx.rank])
+        return dist.broadcast(mine, root, async_op=True), lambda: torch.equal(mine, inputs[root])
+
+    def exchange(self) -> tuple[dist.Work | None, Check]:
+        dtype, _ = self.dtype_and_op()
+        ranks, me = self.ctx.ranks, self.ctx.rank
+        if self.random.random() < 0.5:
+            numel = self.numel()
+            splits = [[numel] * ranks] * ranks
+        else:
+            splits = [[self.random.randrange(9) for _ in range(ranks)] for _ in range(ranks)]
+        inputs = [self.inputs(sum(row), dtype)[rank] for rank, row in enumerate(splits)]
+        wanted = [row[me] for row in splits]
+        out = self.laid_out(torch.zeros(sum(wanted), dtype=dtype))
+        expected = torch.cat([tensor.split(row)[me] for tensor, row in zip(inputs, splits, strict=True)])
+        work = dist.all_to_all_single(out, self.laid_out(inputs[me]), wanted, splits[me], async_op=True)
+        return work, lambda: torch.equal(out, expected)
+
+    def exchange_list(self) -> tuple[dist.Work | None, Check]:
+        dtype, _ = self.dtype_and_op()
+        ranks, me = self.ctx.ranks, self.ctx.rank
+        grid = [self.inputs(self.numel(), dtype) for _ in range(ranks)]  # grid[r][s]: from rank r to rank s
+        outs = [torch.zeros_like(row[me]) for row in grid]
+        work = dist.all_to_all(outs, grid[me], async_op=True)
+        return work, lambda: all(map(torch.equal, outs, (row[me] for row in grid)))
+
+    def gather_to(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, _) = self.numel(), self.dtype_and_op()
+        inputs, root = self.inputs(numel, dtype), self.random.randrange(self.ctx.ranks)
+        outs = [torch.zeros_like(tensor) for tensor in inputs] if self.ctx.rank == root else None
+        work = dist.gather(inputs[self.ctx.rank], outs, dst=root, async_op=True)
+        return work, lambda: outs is None or all(map(torch.equal, outs, inputs))
+
+    def scatter_from(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, _) = self.numel(), self.dtype_and_op()
+        inputs, root = self.inputs(numel, dtype), self.random.randrange(self.ctx.ranks)
+        out = torch.zeros(numel, dtype=dtype)
+        work = dist.scatter(out, inputs if self.ctx.rank == root else None, src=root, async_op=True)
+        return work, lambda: torch.equal(out, inputs[self.ctx.rank])
+
+    def reduce_to(self) -> tuple[dist.Work | None, Check]:
+        numel, (dtype, op) = self.numel(), self.dtype_and_op()
+        inputs, root = self.inputs(numel, dtype), self.random.randrange(self.ctx.ranks)
+        mine = self.laid_out(inputs[self.ctx.rank])
+        work = dist.reduce(mine, root, op=getattr(Ops, op), async_op=True)
+        expected = rank_order(inputs, op) if self.ctx.rank == root else inputs[self.ctx.rank]
+        return work, lambda: same(mine, expected)
+
+    def barrier(self) -> tuple[dist.Work | None, Check]:
+        return dist.barrier(async_op=True), lambda: True
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Equal dtypes and bits; a not-a-number equals itself."""
+    if found.is_complex():
+        found, expected = torch.view_as_real(found.contiguous()), torch.view_as_real(expected)
+    return found.dtype is expected.dtype and torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def world() -> Any:
+    """The default group; the type stubs lack its coalesced collectives."""
+    return dist.group.WORLD
+
+
+def gather_into(out: Tensor, tensor: Tensor, async_op: bool = True) -> dist.Work | None:
+    work: dist.Work | None = _all_gather(out, tensor, async_op=async_op)
+    return work
+
+
+def scatter_into(out: Tensor, tensor: Tensor, op: Any, async_op: bool = True) -> dist.Work | None:
+    work: dist.Work | None = _reduce_scatter(out, tensor, op=op, async_op=async_op)
+    return work
+
+
+def random_operations(ctx: RankContext, seed: int, count: int) -> tuple[list[str], int]:
+    """Names of collectives with a wrong result, and how many kinds were drawn; waits out of order, some never."""
+    arena = 1 << 16
+    lottery, order = Lottery(ctx, seed, 2 * arena), random.Random(seed + 1 + ctx.rank)
+    wrong, flying = [], []
+    with emulate(FREE, timeout_s=30, arena_bytes=arena):
+        for number in range(count):
+            work, name, check = lottery.draw()
+            flying.append((work, f"{number} {name}", check))
+            while len(flying) > order.randrange(1, 20):
+                work, name, check = flying.pop(order.randrange(len(flying)))
+                if work is not None:
+                    work.wait()
+                    wrong += [] if check() else [name]
+    return wrong + [name for _, name, check in flying if not check()], len(lottery.kinds)
+
+
+def timed_operations(ctx: RankContext, spec: LinkSpec, count: int) -> tuple[list[LogEntry], float, float, list[str]]:
+    """A log of random operations with compute between them, what was slept, the time of it all, and early ends."""
+    lottery, early = Lottery(ctx, 5, 4000), []
+    with emulate(spec, timeout_s=30) as meter:
+        begin_s = time.monotonic()
+        for number in range(count):
+            work, name, _ = lottery.draw()
+            if (number + ctx.rank) % 3 == 0:
+                torch.randn(200, 200) @ torch.randn(200, 200)
+            if number % 2 and work is not None:
+                work.wait()
+                if time.monotonic() < meter.log[-1].end_s and meter.log[-1].index == number:
+                    early.append(name)
+        whole_s = time.monotonic() - begin_s
+        exposed_s = meter.exposed_s
+    return meter.log, exposed_s, whole_s, early
+
+
+def packed_and_in_pieces(ctx: RankContext, dtype: torch.dtype) -> list[str]:
+    """Which of 6 gradients differ by a bit when they are reduced in one message laid out by rank, and each alone."""
+    chunks = [1, 3, 7, 8, 61, 130]
+    generator = torch.Generator().manual_seed(ctx.rank)
+    gradients = [torch.randn(ctx.ranks, chunk, generator=generator).to(dtype) for chunk in chunks]
+    packed = torch.cat(gradients, dim=1)
+    together, alone = torch.empty(sum(chunks), dtype=dtype), [torch.empty(chunk, dtype=dtype) for chunk in chunks]
+    whole = packed.clone().view(-1)
+    with emulate(FREE):
+        scatter_into(together, packed.view(-1), Ops.AVG, async_op=False)
+        dist.all_reduce(whole, op=Ops.AVG)
+        for gradient, out in zip(gradients, alone, strict=True):
+            scatter_into(out, gradient.view(-1), Ops.AVG, async_op=False)
+    pairs = zip(together.split(chunks), whole.view(ctx.ranks, -1)[ctx.rank].split(chunks), alone, strict=True)
+    return [f"{n}" for n, (a, b, c) in enumerate(pairs) if not (torch.equal(a, c) and torch.equal(b, c))]
+
+
+def engine_against_torch(ctx: RankContext, changes: dict[str, Any]) -> tuple[list[str], set[str]]:
+    """Where the eager engine and torch's fully_shard differ over a link, and the kinds of operations on it."""
+    with emulate(FREE, timeout_s=50) as meter:
+        return eager_cases.against_torch(ctx, {}, changes, 2), {entry.kind for entry in meter.log}
+
+
+def compiled_against_torch(ctx: RankContext) -> tuple[list[str], set[str]]:
+    """As `engine_against_torch`, for the compiled engine: its graph calls functional collectives."""
+    from parity_tests import compiled_cases  # here: it imports the compiler, which takes seconds
+
+    with emulate(FREE, timeout_s=100) as meter:
+        wrong = compiled_cases.against_torch(ctx, compiled_cases.Tied, "block", (None, None), True)
+    return wrong, {entry.kind for entry in meter.log}
+
+
+def native_against_ordered(ctx: RankContext) -> list[str]:
+    """Where the eager engine with native sums differs from itself with ordered sums, over a link."""
+    traces = []
+    with emulate(FREE, timeout_s=50):
+        for transport in ("native", "ordered"):
+            model = eager_cases.shard(eager_cases.make_net(), ctx, transport=transport)
+            traces.append(eager_cases.train(model, ctx, 2))
+    return eager_cases.differences(*traces)
+
+
+def ddp_steps(ctx: RankContext, link: str, hook: bool, options: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Gradients of three DDP steps over a link, and how many all-reduces it carried."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(9, 50), nn.GELU(), nn.Linear(50, 50), nn.GELU(), nn.Linear(50, 4))
+    grads = []
+    with emulate(parse_link(link), timeout_s=30) as meter:
+        parallel = DistributedDataParallel(net, bucket_cap_mb=0.005, **options)
+        if hook:
+            parallel.register_comm_hook(None, fp16_compress_hook)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for step in range(3):
+            data = torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+            optimizer.zero_grad()
+            parallel(data).pow(2).mean().backward()
+            grads += [param.grad.clone() for param in net.parameters() if param.grad is not None]
+            optimizer.step()
+    return grads, sum(entry.kind == "all_reduce" for entry in meter.log)
+
+
+def mesh_links(ctx: RankContext) -> list[tuple[tuple[int, ...], str, float]]:
+    """Ranks, kind and duration of what two collectives in each dimension of a 2 x 2 mesh log over nodes of 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with emulate(parse_link("nodes:2"), timeout_s=30) as meter:
+        for name in ("replicate", "shard"):
+            group = mesh.get_group(name)
+            dist.all_reduce(torch.ones(1000), group=group)
+            DTensor.from_local(torch.ones(500), mesh[name], [Shard(0)]).full_tensor()
+    return [(entry.ranks, entry.kind, entry.end_s - entry.start_s) for entry in meter.log]
+
+
+def errors_of(ctx: RankContext, what: str) -> str:
+    """The error that a rank gets from a collective that cannot be done, or that others do not join."""
+    x = torch.ones(4)
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: dist.send(x, 1 - ctx.rank) if ctx.rank else dist.recv(x, 1 - ctx.rank),
+        "mean": lambda: dist.all_reduce(x.long(), op=Ops.AVG),
+        "premultiplied": lambda: dist.all_reduce(x, op=premultiplied(0.5)),
+        "mismatch": lambda: dist.all_reduce(x) if ctx.rank else dist.broadcast(x, 0),
+        "sizes": lambda: dist.all_reduce(torch.ones(4 + ctx.rank)),
+        "late": lambda: dist.all_reduce(x) if ctx.rank == 0 else time.sleep(1.5),
+        "left": lambda: dist.all_reduce(x) if ctx.rank == 0 else leave(x),
+    }
+    try:
+        with emulate(FREE, timeout_s=0.5 if what == "late" else 30):
+            dist.barrier()
+            dist.barrier()  # past it, every rank has seen the other's memory, and one that fails now is missed by name
+            calls[what]()
+    except (ParityError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def premultiplied(factor: float) -> Any:
+    """A sum of products with a factor, as torch's fully_shard asks for on NCCL."""
+    from parity_tests.torch_private import premultiplied_sum  # here: the file imports Inductor, which takes seconds
+
+    return premultiplied_sum(factor)
+
+
+def leave(x: Tensor) -> None:
+    """Fail before the collective that the others call."""
+    raise EngineError("left")
+
+
+def what_stays(ctx: RankContext) -> tuple[list[str], int, int]:
+    """Traces of shared memory after a link with operations that nobody waited for, and operations logged after it."""
+    with emulate(FREE, timeout_s=30, arena_bytes=1 << 12) as meter:
+        works = [dist.all_reduce(torch.ones(10_000), async_op=True) for _ in range(3)]
+        inside = Path("/proc/self/maps").read_text().count("fsdp-link")
+    logged = len(meter.log)
+    dist.all_reduce(torch.ones(3))
+    del works
+    files = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert logged == 3
+    return [line for line in files + maps if "fsdp-link" in line], inside, len(meter.log) - logged
+
+
+def die(ctx: RankContext) -> None:
+    """Rank 1 ends its process in the middle of a link."""
+    with emulate(FREE, timeout_s=30):
+        dist.all_reduce(torch.ones(10))
+        if ctx.rank == 1:
+            os._exit(7)
+        dist.all_reduce(torch.ones(10))
+
+
+def hang(ctx: RankContext) -> None:
+    """Rank 1 never joins, and does not end."""
+    with emulate(FREE, timeout_s=300):
+        dist.barrier()
+        if ctx.rank == 1:
+            time.sleep(300)
+        dist.all_reduce(torch.ones(10))
