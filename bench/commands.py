@@ -1,4 +1,4 @@
-"""The three commands, from options to exit code.
+"""The four commands, from options to exit code.
 
 `compare`, in phases:
 
@@ -7,7 +7,10 @@
    it; each record is written when its run ends, so that a later failure does not take it along;
 3. judge (`judge`), write the report (`store`), print (`documents`, `render`).
 
-Under torchrun every rank goes through all of it and comes to the same exit code; only rank 0 writes and prints.
+`bench` does the same in other hands: the engines are alive side by side and are timed in turns (`turns`), then judged.
+
+Under torchrun every rank of `compare` goes through all of it and comes to the same exit code; only rank 0 writes and
+prints.
 """
 
 from __future__ import annotations
@@ -18,19 +21,24 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from bench.benchmark import Turns, bench_rows
+from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark
+from bench.benchmark_tables import benchmark_document
 from bench.documents import comparison_document
 from bench.judge import REFEREE, judge, judged_pairs, needs_referee
 from bench.listing import list_document
-from bench.options import CompareOptions, ListOptions, ShowOptions, parse
+from bench.options import BenchOptions, CompareOptions, ListOptions, ShowOptions, parse
 from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
-from bench.store import Comparison, find_run, load_comparison, make_run_folder, save_comparison
+from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
+from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import referee_job
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
-from common.harness.records import Run, save_record
-from common.harness.train import run_job
+from common.harness.records import Environment, Run, save_record
+from common.harness.stopwatch import Timing
+from common.harness.train import assemble, run_job
 from common.job import JobConfig
 
 HOLDS, FAILS = 0, 1
@@ -42,6 +50,8 @@ def run(words: Sequence[str]) -> int:
         options = parse(words)
         if isinstance(options, ListOptions):
             return list_names(options)
+        if isinstance(options, BenchOptions):
+            return bench(options)
         return show(options) if isinstance(options, ShowOptions) else compare(options)
     except ParityError as error:
         _tell(error)
@@ -50,8 +60,8 @@ def run(words: Sequence[str]) -> int:
 
 def compare(options: CompareOptions) -> int:
     """Train the job on every engine and judge whether they agree."""
-    check(options)
     job = options.job
+    check(job, options.reference, options.engines, options.out)
     pairs = judged_pairs(job, options.reference, options.engines)
     jobs = {name: job for name in (options.reference, *options.engines)}
     if needs_referee(job, pairs):
@@ -74,9 +84,54 @@ def compare(options: CompareOptions) -> int:
     return HOLDS if comparison.holds else FAILS
 
 
+def bench(options: BenchOptions) -> int:
+    """Time engines in turns, cell by cell; each has to agree with the reference before its figures count."""
+    for cell in options.cells:
+        check(cell.job, options.reference, options.engines, options.out)
+    created = datetime.now().astimezone()
+    folder = make_run_folder(options.out, options.cells[0].job, created)
+    benchmark = Benchmark(
+        created=created.isoformat(timespec="seconds"),
+        reference=options.reference,
+        swept=options.swept,
+        torch=Environment.here().torch,
+        cells=tuple(_time_cell(options, i, folder / f"cell-{i + 1}") for i in range(len(options.cells))),
+    )
+    save_benchmark(folder, benchmark)
+    emit(benchmark_document(benchmark), options.format)
+    print(f"records: {folder}", file=sys.stderr)
+    return FAILS if benchmark.failures else HOLDS
+
+
+def _time_cell(options: BenchOptions, index: int, folder: Path) -> Cell:
+    """Judge and time the engines of one cell; write their records to `folder`."""
+    job, link = options.cells[index].job, options.cells[index].link
+    pairs = [(options.reference, engine) for engine in options.engines]
+    jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
+    with open_ranks(job.ranks) as ranks:
+        runs = _run_all(ranks, jobs, folder, options.timeout_s)
+    players = {engine: (engine, job) for engine in options.engines}
+    timing = Timing(link=link, steps=options.turn_steps)
+    with watch(list(players), job.steps, show=True) as watcher:
+        timed = take_turns(players, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher)
+    turns: dict[str, Turns] = {}
+    for engine, by_rank in timed.items():
+        runs[engine] = assemble(engine, job, [each.result for each in by_rank])
+        save_record(folder, *runs[engine], name=engine)
+        turns[engine] = list(zip(*(each.turns for each in by_rank), strict=True))
+    records = {name: record for name, (record, _) in runs.items()}
+    rows = bench_rows(job, records, judge(pairs, runs), turns, options.reference)
+    return Cell(job, link.name, link.about, tuple(rows), turns)
+
+
 def show(options: ShowOptions) -> int:
-    """Print what `compare` printed, from its files; the exit code is that of the verdict."""
-    comparison = load_comparison(find_run(options.run, options.out))
+    """Print what `compare` or `bench` printed, from its files; the exit code is that of the verdict."""
+    folder = find_run(options.run, options.out)
+    if is_benchmark(folder):
+        benchmark = load_benchmark(folder)
+        emit(benchmark_document(benchmark), options.format)
+        return FAILS if benchmark.failures else HOLDS
+    comparison = load_comparison(folder)
     emit(comparison_document(comparison), options.format)
     return HOLDS if comparison.holds else FAILS
 

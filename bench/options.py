@@ -9,9 +9,10 @@ Left out: options of the job that no engine honours yet.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 from common.gradient import Transport
 from common.harness.launch import launched_by_torchrun
+from common.harness.link import LinkChoice, parse_link
 from common.job import BACKENDS, OPTIMIZERS, RESHARD, JobConfig
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
@@ -29,6 +31,10 @@ DEFAULT_REFERENCE = "single"
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 RUNS = Path("runs")
+BENCH_STEPS = 3
+"""Judged before an engine is timed."""
+DEFAULT_LINK = "pcie"
+SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend")
 EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
 
 
@@ -54,6 +60,41 @@ class CompareOptions:
 
 
 @dataclass(frozen=True)
+class BenchOptions:
+    """What `bench` was asked for.
+
+    Attributes:
+        cells: the jobs and links to time, one table row per engine and cell; one cell unless something is swept.
+        swept: names of what differs between cells.
+        engines: what is timed, by name.
+        reference: what each of them has to agree with.
+        turns: how many each engine takes.
+        turn_steps: steps timed in a turn.
+        out: folder that gets one folder per run.
+        format: one of `FORMATS`.
+        timeout_s: for one engine to be built and trained, and again for each turn.
+    """
+
+    cells: tuple[BenchCell, ...]
+    swept: tuple[str, ...]
+    engines: tuple[str, ...]
+    reference: str
+    turns: int
+    turn_steps: int
+    out: Path
+    format: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class BenchCell:
+    """One job on one link."""
+
+    job: JobConfig
+    link: LinkChoice
+
+
+@dataclass(frozen=True)
 class ShowOptions:
     """What `show` was asked for: a run's folder, or "latest" of those under `out`."""
 
@@ -69,7 +110,7 @@ class ListOptions:
     format: str
 
 
-def parse(words: Sequence[str]) -> CompareOptions | ShowOptions | ListOptions:
+def parse(words: Sequence[str]) -> CompareOptions | BenchOptions | ShowOptions | ListOptions:
     """Read a command and its options.
 
     Raises:
@@ -82,6 +123,8 @@ def parse(words: Sequence[str]) -> CompareOptions | ShowOptions | ListOptions:
     if found.command == "show":
         return ShowOptions(found.run, found.out, found.format)
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
+    if found.command == "bench":
+        return _bench_options(found, given)
     return CompareOptions(
         job=JobConfig(**given),
         engines=_candidates(found.engines, found.reference),
@@ -95,6 +138,32 @@ def parse(words: Sequence[str]) -> CompareOptions | ShowOptions | ListOptions:
 def torchrun_ranks() -> int | None:
     """How many ranks torchrun started, of which this process is one; None if it did not."""
     return int(os.environ["WORLD_SIZE"]) if launched_by_torchrun() else None
+
+
+def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:
+    """The cells are all combinations of what is swept, the last name varying fastest."""
+    if torchrun_ranks() is not None:
+        raise ConfigError("bench: starts ranks of its own, which take turns; start it without torchrun")
+    sweep: dict[str, list[str]] = {}
+    for name, value in found.sweep:
+        sweep.setdefault(name, []).append(value)
+    cells = []
+    for values in itertools.product(*sweep.values()):
+        swept = dict(zip(sweep, values, strict=True))
+        link = parse_link(swept.pop("link", found.link))
+        job = {name: int(value) if name == "ranks" else value for name, value in swept.items()}
+        cells.append(BenchCell(JobConfig(**given | job), link))
+    return BenchOptions(
+        cells=tuple(cells),
+        swept=tuple(sweep),
+        engines=_candidates(found.engines, found.reference),
+        reference=found.reference,
+        turns=found.turns,
+        turn_steps=found.turn_steps,
+        out=found.out,
+        format=found.format,
+        timeout_s=found.timeout,
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,6 +180,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fsdp-parity", description="One model, sharded two ways, judged.", epilog=EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_compare(commands.add_parser("compare", help="train a job on several engines and judge whether they agree"))
+    _add_bench(commands.add_parser("bench", help="time engines that agree, in turns, on an emulated link"))
     show = commands.add_parser("show", help="render the records of a run again")
     show.add_argument("run", metavar="RUN", help='a folder that compare wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
@@ -121,9 +191,42 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    """The options of `compare`; a field of `JobConfig` has its name, and its default there is the default here."""
-    default = JobConfig()
+    """The options of `compare`."""
     parser.epilog = EXIT_CODES + ". Under torchrun it joins the ranks that are there."
+    _add_job(parser, JobConfig())
+    add = parser.add_argument_group("what is judged, and where it goes").add_argument
+    _add_judgement(add)
+    _add_format(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench`."""
+    parser.epilog = EXIT_CODES
+    _add_job(parser, JobConfig(steps=BENCH_STEPS))
+    add = parser.add_argument_group("what is timed").add_argument
+    add(
+        "--link",
+        default=DEFAULT_LINK,
+        metavar="NAME|SPEC",
+        help="what collectives travel on: a preset, or latency and bandwidth as in 1ms,150MB/s (default: %(default)s)",
+    )
+    add("--turns", type=_count, default=7, metavar="N", help="turns of each engine (default: %(default)s)")
+    add("--turn-steps", type=_count, default=3, metavar="N", help="steps timed in a turn (default: %(default)s)")
+    add(
+        "--sweep",
+        type=_swept,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"one of several values of {', '.join(SWEPT)}; give it once for each value",
+    )
+    add = parser.add_argument_group("what has to agree, and where it goes").add_argument
+    _add_judgement(add)
+    _add_format(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
+    """The options of the job; a field of `JobConfig` has its name, and its default there is the default here."""
     add = parser.add_argument_group("what is trained").add_argument
     add("--model", default=default.model, metavar="NAME|MODULE:FUNCTION", help="see the list (default: %(default)s)")
     add("--steps", type=int, default=default.steps, metavar="N", help="optimizer steps judged (default: %(default)s)")
@@ -165,11 +268,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(Transport),
         help="how reductions travel: ordered is an all-to-all and a sum in rank order (default: %(default)s)",
     )
-    add = parser.add_argument_group("what is judged, and where it goes").add_argument
+
+
+def _add_judgement(add: Callable[..., object]) -> None:
     add("--engines", type=_names, default=DEFAULT_ENGINES, metavar="A,B", help="candidates (default: %(default)s)")
     add("--reference", default=DEFAULT_REFERENCE, metavar="A", help="judge them against it (default: %(default)s)")
     add("--out", type=Path, default=RUNS, metavar="DIR", help="gets a folder per run (default: %(default)s)")
-    _add_format(parser)
     add(
         "--timeout",
         type=_timeout,
@@ -209,6 +313,22 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a number, found {text!r}")
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _swept(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    name = name.replace("-", "_")
+    if name not in SWEPT or not value:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE with one of {', '.join(SWEPT)}, found {text!r}")
+    if name == "ranks":
+        _count(value)
+    return name, value
 
 
 def _timeout(text: str) -> float:

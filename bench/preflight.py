@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from bench.judge import REFEREE
-from bench.options import CompareOptions, torchrun_ranks
+from bench.options import torchrun_ranks
 from bench.store import REPORT
 from common.data import check_tokens, load_tokens
 from common.engine import SHORT_NAMES, load_engine
@@ -37,17 +37,16 @@ RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
 
-def check(options: CompareOptions) -> None:
-    """Refuse a comparison that cannot run.
+def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path) -> None:
+    """Refuse a comparison that cannot run: `job` on `engines` against `reference`, recorded in `out`.
 
     Raises:
         ConfigError: what is wrong, what was expected, and the way out.
     """
-    job = options.job
     _check_ranks(job)
     if job.seed > LARGEST_SEED:
         raise ConfigError(f"seed: expected at most {LARGEST_SEED}, found {job.seed}")
-    names = (options.reference, *options.engines)
+    names = (reference, *engines)
     for name in names:
         _load_engine(name)
     model = _build_model(job)
@@ -59,7 +58,7 @@ def check(options: CompareOptions) -> None:
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
         check_compiler()
-    check_writable(options.out)
+    check_writable(out)
 
 
 def check_compiler() -> None:

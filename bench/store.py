@@ -27,6 +27,8 @@ from common.job import JobConfig
 SCHEMA_VERSION = 1
 REPORT = "report"
 """Name of the report's file, which no engine may have."""
+BENCH = "bench"
+"""Name of a benchmark's file."""
 LATEST = "latest"
 
 T = TypeVar("T")
@@ -108,14 +110,22 @@ def find_run(run: str, out: Path) -> Path:
         ConfigError: there is none.
     """
     if run == LATEST:
-        folders = [path.parent for path in out.glob(f"*/{REPORT}.json")] if out.is_dir() else []
-        if not folders:
+        files = [path for name in (REPORT, BENCH) for path in out.glob(f"*/{name}.json")] if out.is_dir() else []
+        if not files:
             raise ConfigError(f"run latest: found no finished run in {out}; run compare first, or give --out")
-        return max(folders, key=lambda folder: (_file(folder).stat().st_mtime_ns, folder.name))
+        return max(files, key=lambda path: (path.stat().st_mtime_ns, path.parent.name)).parent
     for folder in (Path(run), out / run):
-        if _file(folder).is_file():
+        if _file(folder).is_file() or is_benchmark(folder):
             return folder
-    raise ConfigError(f"run {run}: expected a folder with a {REPORT}.json, found none; compare writes them, see --out")
+    raise ConfigError(
+        f"run {run}: expected a folder with a {REPORT}.json or a {BENCH}.json, found none; compare and bench write "
+        "them, see --out"
+    )
+
+
+def is_benchmark(folder: Path) -> bool:
+    """Whether `bench` wrote the folder, not `compare`."""
+    return (folder / f"{BENCH}.json").is_file()
 
 
 def load_comparison(folder: Path) -> Comparison:
@@ -124,15 +134,15 @@ def load_comparison(folder: Path) -> Comparison:
     Raises:
         ConfigError: a file is missing, broken, or of another schema version.
     """
-    data = _read(_file(folder))
+    data = read_json(_file(folder))
     if data.get("schema") != SCHEMA_VERSION:
         raise ConfigError(
             f"run {folder}: expected a report of schema {SCHEMA_VERSION}, found {data.get('schema')!r}; compare again"
         )
-    with _naming(_file(folder)):
+    with naming(_file(folder)):
         files = {name: engine_file(folder, name, ".json") for name in data["engines"]}
     records = {name: _load_record(path) for name, path in files.items()}
-    with _naming(_file(folder)):
+    with naming(_file(folder)):
         return Comparison(
             created=data["created"],
             job=JobConfig.from_dict(data["job"]),
@@ -143,7 +153,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Turn whatever a file of the wrong shape leads to into one line that names the file."""
     try:
         yield
@@ -152,7 +162,12 @@ def _naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"run {path}: not as compare wrote it ({what}); compare again") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
     try:
         data = json.loads(path.read_text())
     except OSError as error:
@@ -165,8 +180,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load_record(path: Path) -> RunRecord:
-    data = _read(path)
-    with _naming(path):
+    data = read_json(path)
+    with naming(path):
         return RunRecord.from_dict(data)
 
 

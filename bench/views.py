@@ -19,13 +19,13 @@ PASS, FAIL, MISMATCH, UNJUDGED = "PASS", "FAIL", "MISMATCH", "no formula"
 
 def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
     """One row per judged pair."""
-    return _text(
+    return as_text(
         {
             "engine": table["engine"],
             "against": table["against"],
             "asked": table["asked"],
             "reached": table["reached"],
-            "margin": [_format(value, "{:.3g}x") for value in table["margin"]],
+            "margin": [format_number(value, "{:.3g}x") for value in table["margin"]],
             "verdict": [PASS if passed else FAIL for passed in table["passed"]],
             "first difference": table["first_difference"],
         }
@@ -38,8 +38,8 @@ def view_loss(table: pd.DataFrame) -> pd.DataFrame:
     shown = shown_steps(len(wide))
     columns: dict[str, Iterable[Any]] = {"step": shown}
     for engine in wide.columns:
-        columns[str(engine)] = [_format(loss, "{:.7f}") for loss in wide[engine].iloc[shown]]
-    return _text(columns)
+        columns[str(engine)] = [format_number(loss, "{:.7f}") for loss in wide[engine].iloc[shown]]
+    return as_text(columns)
 
 
 def shown_steps(steps: int) -> list[int]:
@@ -52,7 +52,7 @@ def shown_steps(steps: int) -> list[int]:
 def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
     """One row per judged pair."""
     equal = zip(table["params_bitwise"], table["params"], strict=True)
-    return _text(
+    return as_text(
         {
             "engine": table["engine"],
             "against": table["against"],
@@ -60,10 +60,10 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
             "reached": table["reached"],
             "bitwise": [f"{same} of {total}" for same, total in equal],
             "worst parameter": table["worst_param"],
-            "error": [_format(value, "{:.2e}") for value in table["error"]],
-            "its reference's": [_format(value, "{:.2e}") for value in table["reference_error"]],
-            "ratio": [_format(value, "{:.3g}") for value in table["ratio"]],
-            "limit": [_format(value, "{:.2e}") for value in table["limit"]],
+            "error": [format_number(value, "{:.2e}") for value in table["error"]],
+            "its reference's": [format_number(value, "{:.2e}") for value in table["reference_error"]],
+            "ratio": [format_number(value, "{:.3g}") for value in table["ratio"]],
+            "limit": [format_number(value, "{:.2e}") for value in table["limit"]],
             "max ulp": [value if value is None or value < 10**6 else f"{value:.1e}" for value in table["max_ulp"]],
         }
     )
@@ -71,13 +71,13 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
 
 def view_memory(table: pd.DataFrame) -> pd.DataFrame:
     """One row per engine."""
-    return _text(
+    return as_text(
         {
             "engine": table["engine"],
             "ranks": table["ranks"],
-            "at start": [_size(value) for value in table["start_bytes"]],
-            "peak": [_size(value) for value in table["peak_bytes"]],
-            "peak over start": [_size(value) for value in table["step_bytes"]],
+            "at start": [format_size(value) for value in table["start_bytes"]],
+            "peak": [format_size(value) for value in table["peak_bytes"]],
+            "peak over start": [format_size(value) for value in table["step_bytes"]],
         }
     )
 
@@ -85,15 +85,15 @@ def view_memory(table: pd.DataFrame) -> pd.DataFrame:
 def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
     """One row per engine, phase and kind."""
     marks = {True: "ok", False: MISMATCH, None: UNJUDGED}
-    return _text(
+    return as_text(
         {
             "engine": table["engine"],
             "phase": table["phase"],
             "kind": table["kind"],
             "count": table["count"],
-            "size": [_size(value) for value in table["bytes"]],
+            "size": [format_size(value) for value in table["bytes"]],
             "predicted": table["predicted_count"],
-            "predicted size": [_size(value) for value in table["predicted_bytes"]],
+            "predicted size": [format_size(value) for value in table["predicted_bytes"]],
             "ok?": [marks[value] for value in table["ok"]],
         }
     )
@@ -101,10 +101,11 @@ def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
 
 def view_plain(table: pd.DataFrame) -> pd.DataFrame:
     """Every column as it is, whole numbers with separators."""
-    return _text({str(name): [_plain(value) for value in table[name]] for name in table.columns})
+    return as_text({str(name): [_plain(value) for value in table[name]] for name in table.columns})
 
 
-def _text(columns: dict[str, Any]) -> pd.DataFrame:
+def as_text(columns: dict[str, Any]) -> pd.DataFrame:
+    """Columns as cells of text; `NONE` where there is nothing."""
     cells = {name: [NONE if value is None else str(value) for value in values] for name, values in columns.items()}
     return pd.DataFrame(cells, dtype=object)
 
@@ -113,13 +114,14 @@ def _plain(value: Any) -> Any:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _format(value: float | None, form: str) -> str | None:
+def format_number(value: float | None, form: str) -> str | None:
+    """A number in `form`; what is not finite as it is."""
     if value is None:
         return None
     return form.format(value) if math.isfinite(value) else str(value)
 
 
-def _size(size: int | None) -> str | None:
+def format_size(size: int | None) -> str | None:
     """Bytes in the unit that leaves one to three digits before the point."""
     if size is None:
         return None

@@ -1,0 +1,119 @@
+"""What a benchmark says, as one tidy table for machines, one for people, and a document around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from bench.benchmark import BenchRow, Spread
+from bench.benchmark_files import Benchmark, Cell
+from bench.documents import Document, Section
+from bench.tables import frame
+from bench.views import as_text, format_number, format_size
+
+_FIGURES = (
+    "compute_s",
+    "busy_s",
+    "exposed_s",
+    "hidden",
+    "edges_s",
+    "bound_s",
+    "efficiency",
+    "tokens_per_s",
+    "peak_bytes",
+    "collectives",
+    "first_step_s",
+    "verdict",
+)
+
+
+def benchmark_document(benchmark: Benchmark) -> Document:
+    """The rows of all cells, and how to read them."""
+    table = benchmark_table(benchmark)
+    failures = benchmark.failures
+    title = "every engine agrees with the reference" if not failures else "engines without figures do not agree"
+    abouts = dict.fromkeys((cell.link, cell.about) for cell in benchmark.cells)
+    first = benchmark.cells[0].job
+    lines = (
+        *failures,
+        f"{first.model}, {first.batch} x {first.seq} tokens a step, compute {first.param_dtype}, reduce "
+        f"{first.reduce_dtype}, transport {first.transport}; judged against {benchmark.reference} over {first.steps} "
+        f"steps; torch {benchmark.torch}",
+        *(f"link {link}: {about}" for link, about in abouts),
+    )
+    notes = (
+        "medians over turns, in brackets the middle half; compute: the same step on a link that costs nothing",
+        "busy: time on the link; exposed: slept in it; hidden: the share of busy that compute covered",
+        "bound: max(compute, busy) and what no schedule hides, the first gather and the last reduction; efficiency: "
+        "bound / step",
+        "speed: step of the first engine over this one's, turn by turn; no verdict where the middle half holds 1",
+    )
+    section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)
+    return Document(f"BENCH: {title}", not failures, lines, (section,), benchmark.to_dict())
+
+
+def benchmark_table(benchmark: Benchmark) -> pd.DataFrame:
+    """One row per cell and engine, at full precision."""
+    columns = ("link", "plan", "ranks", "reshard_after_forward", "engine", "backend")
+    spreads = [f"{name}_{part}" for name in ("step_s", "speed") for part in ("median", "low", "high")]
+    rows = [_cell_columns(cell) | _figures(row) for cell in benchmark.cells for row in cell.rows]
+    return frame(rows, (*columns, *spreads, *_FIGURES))
+
+
+def benchmark_view(benchmark: Benchmark) -> pd.DataFrame:
+    """The same for people: what was swept first, then the figures."""
+    pairs = [(cell, row) for cell in benchmark.cells for row in cell.rows]
+
+    def column(figure: Callable[[BenchRow], float | None], form: str, scale: float = 1.0) -> list[str | None]:
+        values = [figure(row) for _, row in pairs]
+        return [format_number(value if value is None else value * scale, form) for value in values]
+
+    names = [name for name in benchmark.swept if name != "backend"]  # that is a column of its own
+    swept = {name: [_cell_columns(cell)[name] for cell, _ in pairs] for name in names}
+    return as_text(
+        {name.replace("_", " "): values for name, values in swept.items()}
+        | {
+            "engine": [row.engine for _, row in pairs],
+            "backend": [row.backend for _, row in pairs],
+            "step ms": [_spread(row.step_s, "{:.1f}", 1e3) for _, row in pairs],
+            "tokens/s": column(lambda row: row.tokens_per_s, "{:,.0f}"),
+            "compute ms": column(lambda row: row.compute_s, "{:.1f}", 1e3),
+            "busy ms": column(lambda row: row.busy_s, "{:.1f}", 1e3),
+            "exposed ms": column(lambda row: row.exposed_s, "{:.1f}", 1e3),
+            "hidden": column(lambda row: row.hidden, "{:.0%}"),
+            "efficiency": column(lambda row: row.efficiency, "{:.0%}"),
+            "speed": [_spread(row.speed, "{:.2f}x") for _, row in pairs],
+            "verdict": [row.verdict for _, row in pairs],
+            "peak": [format_size(row.peak_bytes) for _, row in pairs],
+            "collectives": [row.collectives for _, row in pairs],
+            "first step s": column(lambda row: row.first_step_s, "{:.1f}"),
+        }
+    )
+
+
+def _cell_columns(cell: Cell) -> dict[str, Any]:
+    job = cell.job
+    return {
+        "link": cell.link,
+        "plan": job.plan,
+        "ranks": job.ranks,
+        "reshard_after_forward": job.reshard_after_forward,
+    }
+
+
+def _figures(row: BenchRow) -> dict[str, Any]:
+    figures: dict[str, Any] = {"engine": row.engine, "backend": row.backend}
+    for name in ("step_s", "speed"):
+        spread: Spread | None = getattr(row, name)
+        for part in ("median", "low", "high"):
+            figures[f"{name}_{part}"] = None if spread is None else getattr(spread, part)
+    return figures | {name: getattr(row, name) for name in _FIGURES}
+
+
+def _spread(spread: Spread | None, form: str, scale: float = 1.0) -> str | None:
+    if spread is None:
+        return None
+    median, low, high = (form.format(value * scale) for value in (spread.median, spread.low, spread.high))
+    return f"{median} [{low}, {high}]"

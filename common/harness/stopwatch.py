@@ -1,0 +1,172 @@
+"""Time one engine on its ranks, turn by turn, so that several engines can take turns at one machine.
+
+`time_engine` on each rank, in phases:
+
+1. a whole run of `train`: what is timed afterwards is the very model that was judged;
+2. sleep until it is this engine's turn: all others sleep meanwhile;
+3. a turn: some steps on the free link, which is compute alone, then some on the link that was asked for;
+4. again from 2, until there are no more turns.
+
+What a step costs is read from the clock; what of it was communication that compute did not hide is read from the link,
+which knows how long a rank slept in it, and varies far less.
+
+[Note: what no schedule hides]
+The first gather of a step has no compute before it to hide behind, and the last reduction none after it. So no schedule
+takes less than `max(compute, busy) + edges`, the bound that a step is held against.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.engine import load_engine
+from common.errors import ConfigError
+from common.harness.launch import RankContext
+from common.harness.link import FREE, LinkChoice, LogEntry, Meter, emulate
+from common.harness.train import RankResult, Training, prepare
+from common.job import JobConfig
+
+READY, TURN = "ready", "turn"
+"""Phases that a rank reports: it waits for its first turn; it has done its n-th."""
+_REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all", "reduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How an engine is timed.
+
+    Attributes:
+        link: what its collectives travel on.
+        steps: timed per turn on each of the two links.
+        warmup: steps before those, not timed.
+    """
+
+    link: LinkChoice
+    steps: int = 3
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 0:
+            raise ConfigError(f"steps per turn: expected at least 1, found {self.steps}")
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One step on one rank, in seconds.
+
+    Attributes:
+        step_s: forward, backward and optimizer, by the clock.
+        exposed_s: slept until operations ended.
+        stalled_s: waited until other ranks had issued theirs.
+        busy_s: how long the busiest link was occupied.
+        edges_s: first gather and last reduction; see [Note: what no schedule hides].
+    """
+
+    step_s: float
+    exposed_s: float
+    stalled_s: float
+    busy_s: float
+    edges_s: float
+
+
+@dataclass(frozen=True)
+class TimedTurn:
+    """One turn on one rank: steps on the free link, steps on the link that was asked for."""
+
+    free: tuple[TimedStep, ...]
+    loaded: tuple[TimedStep, ...]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one rank brings home: the judged run, and its turns."""
+
+    result: RankResult
+    turns: tuple[TimedTurn, ...]
+
+
+class Turns:
+    """The turns of one engine, given out by the parent: a pipe per rank, on which a rank sleeps until a byte comes."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        """Make the pipes in `folder`, a new one."""
+        self._fds = []
+        for rank in range(ranks):
+            os.mkfifo(_pipe(folder, rank))
+            self._fds.append(os.open(_pipe(folder, rank), os.O_RDWR))  # for writing; alone that would wait for a reader
+
+    def give(self) -> None:
+        """Let each rank take one turn."""
+        for fd in self._fds:
+            os.write(fd, b"t")
+
+    def end(self) -> None:
+        """Let each rank go home once it has taken the turns it was given."""
+        for fd in self._fds:
+            os.write(fd, b"e")
+            os.close(fd)
+        self._fds = []
+
+
+def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: Timing, folder: Path) -> Timed | None:
+    """Train `job` on `engine_name`, then time it whenever it is given a turn; None on a rank that takes no part.
+
+    Raises:
+        ConfigError, EngineError: see `common.harness.train.run_engine`.
+    """
+    engine = load_engine(engine_name)
+    if not engine.data_parallel and context.rank != 0:
+        return None
+    training = prepare(context, engine, job)
+    training.run(context)
+    turns: list[TimedTurn] = []
+    with open(_pipe(folder, context.rank), "rb", buffering=0) as pipe:
+        context.progress(READY)
+        while pipe.read(1) == b"t":
+            turns.append(_take_turn(training, timing))
+            context.progress(TURN, len(turns))
+    return Timed(training.result, tuple(turns))
+
+
+def _take_turn(training: Training, timing: Timing) -> TimedTurn:
+    return TimedTurn(_time_steps(training, timing, None), _time_steps(training, timing, timing.link))
+
+
+def _time_steps(training: Training, timing: Timing, link: LinkChoice | None) -> tuple[TimedStep, ...]:
+    """Time steps on `link`; None is the free one."""
+    with emulate(link or FREE) as meter:
+        for _ in range(timing.warmup):
+            training.plain_step(0)
+        return tuple(_time_step(training, meter) for _ in range(timing.steps))
+
+
+def _time_step(training: Training, meter: Meter) -> TimedStep:
+    meter.clear()
+    start_s = time.perf_counter()
+    training.plain_step(0)
+    step_s = time.perf_counter() - start_s
+    return TimedStep(step_s, meter.exposed_s, meter.stalled_s, busy_s(meter.log), edges_s(meter.log))
+
+
+def busy_s(log: Sequence[LogEntry]) -> float:
+    """How long the busiest link was occupied by the operations in `log`; links of different groups run side by side."""
+    by_group: dict[str, float] = defaultdict(float)
+    for entry in log:
+        by_group[entry.group] += entry.end_s - entry.start_s
+    return max(by_group.values(), default=0.0)
+
+
+def edges_s(log: Sequence[LogEntry]) -> float:
+    """What the first gather and the last reduction in `log` take; see [Note: what no schedule hides]."""
+    gathers = [entry for entry in log if entry.kind == "all_gather"]
+    reductions = [entry for entry in log if entry.kind in _REDUCTIONS]
+    return sum(entry.end_s - entry.start_s for entry in (*gathers[:1], *reductions[-1:]))
+
+
+def _pipe(folder: Path, rank: int) -> Path:
+    return folder / f"turns-{rank}"
