@@ -1,7 +1,7 @@
 """`fsdp-parity bench`: engines take turns, what a step spends on the link is known exactly, and bad figures are shown.
 
-Nothing here asserts on a clock: times on the link follow from its model and the plan's bytes, ratios from turns that are
-made up.
+Nothing here asserts on a clock: times on the link follow from its model and the plan's bytes, ratios from made-up
+turns.
 """
 
 from __future__ import annotations

@@ -409,18 +409,6 @@ def generated_order(code: str) -> str:
 
 
 @pytest.mark.inductor
-def test_inductor_takes_gradients_reduced_in_a_narrow_dtype() -> None:
-    """A tied model reduced in bf16: Inductor writes the casts round a reduction with an operator of its own."""
-    model = Net(blocks=1, tied=True)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    with fake_ranks(2):
-        data_parallel(model, build_mesh(), mp_policy=policy, backend="inductor", transport=Transport.ORDERED)
-        _, (_, backward) = run_and_get_code(lambda: model(TOKENS).float().sum().backward())
-        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-    assert generated_order(backward).count("R") == 2
-
-
-@pytest.mark.inductor
 def test_the_order_survives_to_the_code_that_inductor_generates() -> None:
     """Gathers are launched, and waited for, on the same side of each block's matmuls as in the graph.
 

@@ -30,7 +30,6 @@ JOBS = {
     "llama-2-param": job(plan="param"),
     "llama-1-fp32": job(ranks=1),
     "llama-3-bf16": job(ranks=3, param_dtype="bf16"),
-    "gpt-2-bf16": job(model="gpt-debug", param_dtype="bf16"),
     "gpt-4-pure-bf16-model": job(model="gpt-debug", ranks=4, param_dtype="bf16", reduce_dtype="bf16", plan="model"),
     "gpt-tied-3-fp32-never": job(model="gpt-debug-tied", ranks=3, reshard_after_forward="never"),
     "gpt-tied-2-bf16": job(model="gpt-debug-tied", param_dtype="bf16"),
@@ -158,11 +157,17 @@ def test_loss_on_real_text_falls_in_50_steps_on_both_engines(runs: Runs) -> None
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     "case",
-    [job(backend="inductor"), job(backend="inductor", model="gpt-debug", param_dtype="bf16")],
-    ids=["llama-2-fp32", "gpt-2-bf16"],
+    [
+        job(backend="inductor"),
+        job(backend="inductor", model="gpt-debug-tied", param_dtype="bf16", reduce_dtype="bf16"),
+    ],
+    ids=["llama-2-fp32", "gpt-tied-2-bf16-bf16"],
 )
 def test_inductor_agrees_within_the_compiler_grade(runs: Runs, case: JobConfig) -> None:
-    """Fused and kept wider, the compiled engine is as near to float64 as eager is; counts stay the plan's."""
+    """Fused and kept wider, the compiled engine is as near to float64 as eager is; counts stay the plan's.
+
+    The narrow reduction is in it because Inductor writes the casts round one with an operator of its own.
+    """
     compiled = runs("compiled", case)
     report = compare_runs(runs("eager", case), compiled, runs.referee(case))
     assert report.asked is Grade.COMPILER
