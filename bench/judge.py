@@ -19,7 +19,9 @@ REFEREE = "float64"
 """What the referee's run is called in tables and files; its engine is `single`."""
 
 _MAIN_PAIR = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
-_MOST_TRUSTED_FIRST = tuple(SHORT_NAMES[name] for name in ("single", "ddp", "torch-fsdp2", "eager", "compiled"))
+_MOST_TRUSTED_FIRST = tuple(
+    SHORT_NAMES[name] for name in ("single", "ddp", "torch-fsdp2", "torch-fsdp2-prefetch", "eager", "compiled")
+)
 
 Pair = tuple[str, str]
 """Reference and candidate, by engine name."""

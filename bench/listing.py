@@ -9,6 +9,7 @@ from bench.tables import frame
 from bench.views import view_plain
 from common.engine import SHORT_NAMES
 from common.gradient import Transport
+from common.harness.link import PRESETS
 from common.job import BACKENDS
 from common.models import describe_models
 from common.plan import NAMED_PLANS
@@ -20,6 +21,7 @@ _ENGINES = {
     "single": "one process, the whole batch",
     "ddp": "torch's DistributedDataParallel",
     "torch-fsdp2": "torch's own fully_shard, by the same plan",
+    "torch-fsdp2-prefetch": "the same with asynchronous gathers, each one group ahead",
 }
 _PLANS = {
     "param": "one bucket per parameter",
@@ -48,6 +50,7 @@ def list_document() -> Document:
         "models": _models(),
         "plans": _names((*NAMED_PLANS, "A,B+C"), _PLANS),
         "backends": _names(BACKENDS, _BACKENDS),
+        "links": frame([{"name": each.name, "what": each.about} for each in PRESETS.values()], ("name", "what")),
         "transports": _names([transport.value for transport in Transport], _TRANSPORTS),
         "dtypes": _names(list(DTYPES), dtypes),
     }

@@ -29,7 +29,7 @@ from common.shardable import check_shardable
 
 LARGEST_SEED = 2**63 - 1
 """What torch's generators take."""
-_SHARDING = {SHORT_NAMES[name] for name in ("eager", "compiled", "torch-fsdp2")}
+_SHARDING = {SHORT_NAMES[name] for name in ("eager", "compiled", "torch-fsdp2", "torch-fsdp2-prefetch")}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -1,6 +1,6 @@
 """The engine contract: a module that exports `parallelize(model, mesh, job)`, found by name.
 
-An engine's name is its import path; the five at home have short names. `parallelize` shards `model` in place and
+An engine's name is its import path; those at home have short names. `parallelize` shards `model` in place and
 returns what is called in the training loop - `model` itself or a wrapper around it. Afterwards `model`
 
 - has the parameter names and the order it had before; tied parameters stay one object, frozen ones frozen;
@@ -28,6 +28,7 @@ SHORT_NAMES = {
     "single": "common.baselines.single",
     "ddp": "common.baselines.ddp",
     "torch-fsdp2": "common.baselines.torch_fsdp2",
+    "torch-fsdp2-prefetch": "common.baselines.torch_fsdp2_prefetch",
 }
 
 

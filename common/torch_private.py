@@ -30,6 +30,10 @@ handles, and have to go again.
 `DistributedDataParallel` waits for the future of an all-reduce and not for its handle: somebody has to complete it at
 the end of the backward in which it was issued, before the wait.
 
+    torch.distributed.fsdp.FSDPModule()._set_unshard_async_op
+
+Without streams, the only way to let torch's FSDP2 gather beside compute.
+
 Seen in torch 2.11, 2.13 and 2.14.
 """
 
@@ -232,3 +236,8 @@ def in_backward_node() -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is now running is over, before what others will ask for from now on."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def gather_asynchronously(root: Any) -> None:
+    """Let torch's FSDP2 hold handles of its all-gathers instead of waiting for each, in the whole model `root`."""
+    root._set_unshard_async_op(True)

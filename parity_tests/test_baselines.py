@@ -50,6 +50,17 @@ def test_a_baseline_gives_the_mean_gradient(runs: Runs, engine: str, ranks: int,
     assert record.world_size == ranks
 
 
+@pytest.mark.parametrize(("ranks", "plan"), [(2, "param"), (3, "block")])
+def test_prefetch_changes_the_order_and_nothing_else(runs: Runs, ranks: int, plan: str) -> None:
+    """torch's FSDP2 told what comes next has the bits, the counts and the bytes of torch's FSDP2 as it is."""
+    job = replace(JOB, ranks=ranks, plan=plan)
+    plain, told = (runs(engine, job)[0] for engine in ("torch-fsdp2", "torch-fsdp2-prefetch"))
+    assert (told.losses, told.grad_digests) == (plain.losses, plain.grad_digests)
+    assert told.collectives == plain.collectives
+    assert told.predicted is not None
+    assert sorted(told.collectives, key=str) == sorted(told.predicted, key=str)
+
+
 # Precision
 
 

@@ -22,7 +22,7 @@ import bench.__main__
 import bench.commands
 import bench.preflight
 from bench.__main__ import main
-from bench.options import parse
+from bench.options import CompareOptions, parse
 from bench.progress import watch
 from common.engine import SHORT_NAMES
 from common.gradient import Transport
@@ -184,7 +184,8 @@ def test_compiler_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.Monke
     monkeypatch.setenv("CXX", "no-such-compiler")
     for words in (("--backend", "aot_eager"), ("--engines", "eager,ddp")):
         options = parse(("compare", "--out", str(tmp_path), *words))
-        bench.preflight.check(options)  # type: ignore[arg-type]
+        assert isinstance(options, CompareOptions)
+        bench.preflight.check(options.job, options.reference, options.engines, options.out)
 
 
 @pytest.mark.parametrize(

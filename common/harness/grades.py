@@ -95,7 +95,8 @@ SPREAD = {Grade.REDUCTION_ORDER: 2.0, Grade.COMPILER: 4.0}
 """S of [Note: error model]."""
 
 _OURS = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
-_SHARDED = (*_OURS, SHORT_NAMES["torch-fsdp2"])
+_TORCHS = (SHORT_NAMES["torch-fsdp2"], SHORT_NAMES["torch-fsdp2-prefetch"])
+_SHARDED = (*_OURS, *_TORCHS)
 _KNOWN = frozenset(SHORT_NAMES.values())
 
 
@@ -158,7 +159,7 @@ class _Side:
     @property
     def taps(self) -> str | None:
         """The plan, where its hooks split sums of gradients; see [Note: taps]."""
-        has_hooks = self.path in (SHORT_NAMES["eager"], SHORT_NAMES["torch-fsdp2"])
+        has_hooks = self.path in (SHORT_NAMES["eager"], *_TORCHS)
         return self.job.plan if has_hooks and self.job.plan not in ("block", "model") else None
 
     def sums_like(self, other: _Side) -> bool:
@@ -171,9 +172,8 @@ class _Side:
             return False
         if self.job.ranks <= 2 or (self.is_ordered and other.is_ordered):
             return True
-        theirs = SHORT_NAMES["torch-fsdp2"]
         packed_alike = self.job.plan == other.job.plan and not (
-            self.job.plan == "param" and (self.path == theirs) != (other.path == theirs)
+            self.job.plan == "param" and (self.path in _TORCHS) != (other.path in _TORCHS)
         )
         return not self.is_ordered and not other.is_ordered and packed_alike
 

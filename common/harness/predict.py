@@ -176,4 +176,5 @@ _FORMULAS: Mapping[str, Callable[[_Setting], list[CollectiveCount] | None]] = {
     SHORT_NAMES["eager"]: _predict_eager,
     SHORT_NAMES["compiled"]: _predict_compiled,
     SHORT_NAMES["torch-fsdp2"]: _predict_torch_fsdp2,
+    SHORT_NAMES["torch-fsdp2-prefetch"]: _predict_torch_fsdp2,
 }
