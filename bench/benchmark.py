@@ -57,7 +57,7 @@ class BenchRow:
         exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide.
         hidden: the share of `busy_s` that compute did hide.
         edges_s: of `busy_s`, what no schedule hides: the first gather and the last reduction.
-        bound_s: what no schedule goes below: `max(compute_s, busy_s) + edges_s`.
+        bound_s: what no schedule goes below: `max(compute_s + edges_s, busy_s)`.
         efficiency: `bound_s` over `step_s`.
         peak_bytes: most live bytes of any rank.
         collectives: operations of one step.
@@ -124,7 +124,7 @@ def _row(engine: str, backend: str, job: JobConfig, record: RunRecord, turns: Tu
     busy_s = statistics.median(per_turn(turns, lambda step: step.busy_s, max))
     edges_s = statistics.median(per_turn(turns, lambda step: step.edges_s, max))
     exposed_s = statistics.median(per_turn(turns, lambda step: step.exposed_s, statistics.fmean))
-    bound_s = max(compute_s, busy_s) + edges_s
+    bound_s = max(compute_s + edges_s, busy_s)
     speed = None
     if base is not None:
         theirs = per_turn(base, lambda step: step.step_s, max)

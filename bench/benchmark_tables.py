@@ -46,8 +46,8 @@ def benchmark_document(benchmark: Benchmark) -> Document:
     notes = (
         "medians over turns, in brackets the middle half; compute: the same step on a link that costs nothing",
         "busy: time on the link; exposed: slept in it; hidden: the share of busy that compute covered",
-        "bound: max(compute, busy) and what no schedule hides, the first gather and the last reduction; efficiency: "
-        "bound / step",
+        "efficiency: bound / step, the bound being busy, or compute with what no schedule hides, the first gather and "
+        "the last reduction, if that is more",
         "speed: step of the first engine over this one's, turn by turn; no verdict where the middle half holds 1",
     )
     section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)

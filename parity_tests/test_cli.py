@@ -388,7 +388,7 @@ def test_model_that_returns_no_logits_ends_in_one_line(
     [
         ("raising", 60, "rank 1: ValueError: this engine cannot shard"),
         ("killed", 60, "rank 1 was killed by SIGKILL"),
-        ("hanging", 10, "rank 1 at spin (parity_tests/faulty.py:"),
+        ("hanging", 6, "rank 1 at spin (parity_tests/faulty.py:"),
     ],
 )
 def test_failing_rank_is_named(engine: str, timeout_s: int, expected: str, tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def traced(
         return trace(model, TOKENS, train=train)
 
 
+@pytest.fixture(scope="module")
+def graphs() -> list[Graph]:
+    """Those of the plan `block` with all else at its default, for tests that only look at them."""
+    return traced()
+
+
 # What a backward under aot_eager takes as an argument: matmul weights, and both parameters of LayerNorm.
 READ_BY_BACKWARD = {"param": 3 * (2 + 2) + 2 + 1, "block": 3 + 1, "model": 1}
 BUCKETS = {"param": 3 * (4 + 2) + 1 + 2 + 1, "block": 3 + 2, "model": 1}
@@ -93,17 +99,17 @@ def test_message_sizes_are_padded_shards_times_ranks(world_size: int) -> None:
     assert reduced == list(reversed(expected))
 
 
-def test_payload_of_a_gather_is_in_registration_order() -> None:
+def test_payload_of_a_gather_is_in_registration_order(graphs: list[Graph]) -> None:
     """The block uses norm, up, down but registers down, up, norm: its message is packed as registered."""
-    forward, _ = traced()
+    forward, _ = graphs
     block = calls(forward, GATHER)[1]
     names = [source.meta["val"].shape for source in sources(block)]
     assert names == [(3, 14), (3,), (4, 10), (4,), (3,), (3,)]  # rank 0 of 4: down, up, norm; weight before bias
 
 
-def test_payload_of_a_reduction_is_in_registration_order() -> None:
+def test_payload_of_a_reduction_is_in_registration_order(graphs: list[Graph]) -> None:
     """The same order as the gather's, whatever order backward produces gradients in."""
-    _, backward = traced()
+    _, backward = graphs
     packed = calls(backward, REDUCE_SCATTER)[1].args[0]
     assert isinstance(packed, Node)
     (cat,) = packed.all_input_nodes
@@ -120,9 +126,9 @@ def order(graph: Graph) -> str:
     return text
 
 
-def test_forward_launches_the_next_gather_before_this_blocks_compute() -> None:
+def test_forward_launches_the_next_gather_before_this_blocks_compute(graphs: list[Graph]) -> None:
     """Each gather but the first stands before the wait of the one ahead, so it travels during that one's matmuls."""
-    forward, _ = traced()
+    forward, _ = graphs
     assert order(forward) == "A" + "AW" + 3 * "AWmm" + "Wm"
 
 
@@ -132,9 +138,9 @@ def test_without_prefetch_a_gather_waits_for_its_turn() -> None:
     assert order(forward) == "AW" + 3 * "AWmm" + "AWm"
 
 
-def test_backward_overlaps_gathers_and_reductions_with_compute() -> None:
+def test_backward_overlaps_gathers_and_reductions_with_compute(graphs: list[Graph]) -> None:
     """A gather is launched before the matmuls of the block ahead, a reduction waited for after the next is launched."""
-    _, backward = traced()
+    _, backward = graphs
     assert order(backward) == "mAAWmR" + 2 * "AWmmmmRw" + "WmmmmRw" + "Rww"
 
 
@@ -164,9 +170,9 @@ def test_mixed_precision_moves_the_narrow_dtype_and_reduces_in_the_wide_one() ->
     assert {node.meta["val"].dtype for node in calls(backward, REDUCE_SCATTER)} == {torch.float32}
 
 
-def test_resharding_saves_shards_and_never_a_gathered_weight() -> None:
+def test_resharding_saves_shards_and_never_a_gathered_weight(graphs: list[Graph]) -> None:
     """Nothing but the shards themselves that forward hands to backward is computed from parameters alone."""
-    forward, _ = traced()
+    forward, _ = graphs
     saved = forward.output_node().all_input_nodes
     derived = [node for node in saved if node.op != "placeholder" and set(map(_is_param, sources(node))) == {True}]
     assert not derived
@@ -225,11 +231,11 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     assert len(calls(backward, REDUCE_SCATTER)) == 4
 
 
-def test_inference_buckets_and_prefetches_too() -> None:
+def test_inference_buckets_and_prefetches_too(graphs: list[Graph]) -> None:
     """A forward without gradients has the same gathers in the same order, and no second graph."""
     (forward,) = traced(train=False)
     assert len(calls(forward, GATHER)) == 5
-    assert order(forward) == order(traced()[0])
+    assert order(forward) == order(graphs[0])
 
 
 def test_two_models_of_one_class_keep_their_own_policies() -> None:

@@ -11,8 +11,9 @@ What a step costs is read from the clock; what of it was communication that comp
 which knows how long a rank slept in it, and varies far less.
 
 [Note: what no schedule hides]
-The first gather of a step has no compute before it to hide behind, and the last reduction none after it. So no schedule
-takes less than `max(compute, busy) + edges`, the bound that a step is held against.
+The first gather of a step has no compute before it to hide behind, and the last reduction none after it; nor can a step
+be shorter than its link is busy. So no schedule takes less than `max(compute + edges, busy)`, the bound that a step is
+held against.
 """
 
 from __future__ import annotations
