@@ -1,16 +1,22 @@
 """What `bench` measured, and what it says: raw turns of every engine, and the row that each is summed up in.
 
 A row's figures are medians over turns. Two engines are compared turn by turn, each with the turn that the other took
-beside it; where the middle half of these ratios has 1 in it, nothing is said about which is faster.
+beside it.
+
+[Note: when a verdict is given]
+Two engines that are equally fast win each turn with probability 1/2. One is called faster only if that would give so
+lopsided a count in at most one case of 20 (the sign test, two-sided), and if the middle half of the ratios has no 1 in
+it. So fewer than 6 turns never give a verdict, and 7 do if all of them agree.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bench.judge import collective_rows
+from bench.judge import failures
 from common.engine import SHORT_NAMES
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
@@ -18,8 +24,10 @@ from common.harness.stopwatch import TimedStep, TimedTurn
 from common.job import JobConfig
 
 FASTER, SLOWER, SAME = "faster", "slower", "within spread"
+CHANCE = 0.05
+"""See [Note: when a verdict is given]."""
 
-Turns = Sequence[Sequence[TimedTurn]]
+TurnsByRank = Sequence[Sequence[TimedTurn]]
 """[turn][rank] of one engine."""
 
 
@@ -54,7 +62,8 @@ class BenchRow:
         tokens_per_s: of the whole batch.
         compute_s: one step on the free link.
         busy_s: how long the link was occupied in one step.
-        exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide.
+        exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide. This and
+            what follows from it is None on gloo itself, which has no time model.
         hidden: the share of `busy_s` that compute did hide.
         edges_s: of `busy_s`, what no schedule hides: the first gather and the last reduction.
         bound_s: what no schedule goes below: `max(compute_s + edges_s, busy_s)`.
@@ -62,8 +71,9 @@ class BenchRow:
         peak_bytes: most live bytes of any rank.
         collectives: operations of one step.
         first_step_s: the first step, compilation included.
-        speed: step of the first engine over this one's, turn by turn; above 1 is faster than it.
-        verdict: `FASTER`, `SLOWER` or `SAME` as the first engine; None for itself.
+        speed: step of the first engine over this one's, turn by turn; above 1 is faster than it. None for itself, and
+            if the first has no figures.
+        verdict: `FASTER`, `SLOWER` or `SAME` as the first engine.
     """
 
     engine: str
@@ -88,69 +98,84 @@ class BenchRow:
 def bench_rows(
     job: JobConfig,
     records: Mapping[str, RunRecord],
-    reports: Sequence[ParityReport],
-    turns: Mapping[str, Turns],
-    reference: str,
+    reports: Mapping[str, ParityReport],
+    turns: Mapping[str, TurnsByRank],
+    *,
+    has_model: bool = True,
 ) -> list[BenchRow]:
-    """A row per timed engine; the first that agrees with the reference is what the others are compared with."""
+    """A row per timed engine; the first is what the others are compared with.
+
+    Args:
+        job: what all of them ran.
+        records: by engine.
+        reports: by engine, against the reference.
+        turns: by engine, in the order of the rows.
+        has_model: whether the link has a time model; gloo itself has none.
+    """
     rows: list[BenchRow] = []
-    base: str | None = None
+    base: TurnsByRank | None = None
     for engine, taken in turns.items():
-        failures = _failures(engine, records[engine], reports, reference)
         backend = job.backend if SHORT_NAMES.get(engine, engine) == SHORT_NAMES["compiled"] else "eager"
-        if failures:
-            rows.append(BenchRow(engine, backend, failures))
+        found = failures([reports[engine]], {engine: records[engine]})
+        if found:
+            rows.append(BenchRow(engine, backend, tuple(found)))
             continue
-        base = base or engine
-        rows.append(_row(engine, backend, job, records[engine], taken, None if base == engine else turns[base]))
+        row = _row(engine, backend, job, records[engine], taken, base, has_model)
+        rows.append(row)
+        if len(rows) == 1:
+            base = taken
     return rows
 
 
-def _failures(engine: str, record: RunRecord, reports: Sequence[ParityReport], reference: str) -> tuple[str, ...]:
-    found = [
-        f"{engine} against {reference}: asked {report.asked}, reached {report.reached or 'none'}"
-        for report in reports
-        if (report.reference, report.candidate) == (reference, engine) and not report.passed
-    ]
-    astray = [row for row in collective_rows(engine, record) if row.ok is False]
-    found += [f"{engine}: {row.kind} in {row.phase} is not what the plan predicts" for row in astray]
-    return tuple(found)
-
-
-def _row(engine: str, backend: str, job: JobConfig, record: RunRecord, turns: Turns, base: Turns | None) -> BenchRow:
+def _row(
+    engine: str,
+    backend: str,
+    job: JobConfig,
+    record: RunRecord,
+    turns: TurnsByRank,
+    base: TurnsByRank | None,
+    has_model: bool,
+) -> BenchRow:
     steps = per_turn(turns, lambda step: step.step_s, max)
     step = Spread.of(steps)
-    compute_s = statistics.median(per_turn(turns, lambda step: step.step_s, max, free=True))
-    busy_s = statistics.median(per_turn(turns, lambda step: step.busy_s, max))
-    edges_s = statistics.median(per_turn(turns, lambda step: step.edges_s, max))
-    exposed_s = statistics.median(per_turn(turns, lambda step: step.exposed_s, statistics.fmean))
-    bound_s = max(compute_s + edges_s, busy_s)
-    speed = None
-    if base is not None:
-        theirs = per_turn(base, lambda step: step.step_s, max)
-        speed = Spread.of(their / own for their, own in zip(theirs, steps, strict=True))
-    return BenchRow(
+    row = BenchRow(
         engine,
         backend,
         step_s=step,
         tokens_per_s=job.batch * job.seq / step.median,
-        compute_s=compute_s,
+        compute_s=statistics.median(per_turn(turns, lambda step: step.step_s, max, free=True)),
+        peak_bytes=max(peak.peak_bytes for peak in record.memory),
+        collectives=sum(count.count for count in record.collectives),
+        first_step_s=record.first_step_s,
+    )
+    if has_model:
+        row = _with_link(row, turns)
+    if base is None:
+        return row
+    ratios = [their / own for their, own in zip(per_turn(base, lambda step: step.step_s, max), steps, strict=True)]
+    return replace(row, speed=Spread.of(ratios), verdict=verdict_of(ratios))
+
+
+def _with_link(row: BenchRow, turns: TurnsByRank) -> BenchRow:
+    """The row with what its steps did on the link."""
+    assert row.step_s is not None and row.compute_s is not None
+    busy_s = statistics.median(per_turn(turns, lambda step: step.busy_s, max))
+    edges_s = statistics.median(per_turn(turns, lambda step: step.edges_s, max))
+    exposed_s = statistics.median(per_turn(turns, lambda step: step.exposed_s, statistics.fmean))
+    bound_s = max(row.compute_s + edges_s, busy_s)
+    return replace(
+        row,
         busy_s=busy_s,
         exposed_s=exposed_s,
         hidden=max(0.0, 1 - exposed_s / busy_s) if busy_s else None,
         edges_s=edges_s,
         bound_s=bound_s,
-        efficiency=bound_s / step.median,
-        peak_bytes=max(peak.peak_bytes for peak in record.memory),
-        collectives=sum(count.count for count in record.collectives),
-        first_step_s=record.first_step_s,
-        speed=speed,
-        verdict=None if speed is None else verdict_of(speed),
+        efficiency=bound_s / row.step_s.median,
     )
 
 
 def per_turn(
-    turns: Turns,
+    turns: TurnsByRank,
     figure: Callable[[TimedStep], float],
     over_ranks: Callable[[Iterable[float]], float],
     *,
@@ -164,8 +189,12 @@ def per_turn(
     return found
 
 
-def verdict_of(speed: Spread) -> str:
-    """What the ratios allow to be said."""
-    if speed.low > 1:
-        return FASTER
-    return SLOWER if speed.high < 1 else SAME
+def verdict_of(ratios: Sequence[float]) -> str:
+    """What the ratios of all turns allow to be said; see [Note: when a verdict is given]."""
+    spread = Spread.of(ratios)
+    ahead = sum(ratio > 1 for ratio in ratios)
+    rarer = min(ahead, len(ratios) - ahead)
+    chance = 2 * sum(math.comb(len(ratios), wins) for wins in range(rarer + 1)) / 2 ** len(ratios)
+    if chance > CHANCE or spread.low <= 1 <= spread.high:
+        return SAME
+    return FASTER if spread.low > 1 else SLOWER

@@ -1,7 +1,8 @@
-"""One benchmark on disk: a folder with its rows and raw turns, and the records of each cell's runs.
+"""One benchmark on disk: a folder with its rows, and for each cell the records and raw turns that they come from.
 
-runs/<time>-<model>-<ranks>ranks-<dtype>/bench.json     one entry per cell: job, link, rows, turns
-                                         cell-<i>/      a record per engine, see `common.harness.records`
+runs/<time>-<model>-<ranks>ranks-<dtype>/bench.json             one entry per cell: job, link, rows
+                                         cell-<i>/turns.json    by engine, [turn][rank], every timed step
+                                         cell-<i>/<engine>.json see `common.harness.records`
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.benchmark import BenchRow, Spread, Turns
+from bench.benchmark import BenchRow, Spread, TurnsByRank
 from bench.store import BENCH, naming, read_json
 from common.errors import ConfigError
 from common.harness.records import json_ready
@@ -24,19 +25,18 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One job on one link: its rows, and the turns they come from.
+    """One job on one link.
 
     Attributes:
         link: as it was written.
-        about: what the link imitates.
-        turns: by engine, [turn][rank]; empty when read back, since tables need only rows.
+        about: what it costs, and what that imitates.
+        rows: one per engine.
     """
 
     job: JobConfig
     link: str
     about: str
     rows: tuple[BenchRow, ...]
-    turns: Mapping[str, Turns] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,20 @@ class Benchmark:
 
 
 def save_benchmark(folder: Path, benchmark: Benchmark) -> None:
-    """Write rows and turns; the records are there already."""
+    """Write the rows; records and turns are there already."""
     (folder / f"{BENCH}.json").write_text(json.dumps(benchmark.to_dict(), indent=1, allow_nan=False))
 
 
+def save_turns(folder: Path, turns: Mapping[str, TurnsByRank]) -> None:
+    """Write the raw turns of one cell, by engine, to its folder."""
+    data = {
+        engine: [[dataclasses.asdict(turn) for turn in ranks] for ranks in taken] for engine, taken in turns.items()
+    }
+    (folder / "turns.json").write_text(json.dumps(data))
+
+
 def load_benchmark(folder: Path) -> Benchmark:
-    """Read a benchmark without its turns.
+    """Read the rows of a benchmark.
 
     Raises:
         ConfigError: the file is broken, or of another schema version.

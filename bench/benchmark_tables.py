@@ -9,7 +9,7 @@ import pandas as pd
 
 from bench.benchmark import BenchRow, Spread
 from bench.benchmark_files import Benchmark, Cell
-from bench.documents import Document, Section
+from bench.documents import Document, Section, describe_job
 from bench.tables import frame
 from bench.views import as_text, format_number, format_size
 
@@ -38,9 +38,7 @@ def benchmark_document(benchmark: Benchmark) -> Document:
     first = benchmark.cells[0].job
     lines = (
         *failures,
-        f"{first.model}, {first.batch} x {first.seq} tokens a step, compute {first.param_dtype}, reduce "
-        f"{first.reduce_dtype}, transport {first.transport}; judged against {benchmark.reference} over {first.steps} "
-        f"steps; torch {benchmark.torch}",
+        f"judged against {benchmark.reference}: {describe_job(first)}; torch {benchmark.torch}",
         *(f"link {link}: {about}" for link, about in abouts),
     )
     notes = (
@@ -48,7 +46,8 @@ def benchmark_document(benchmark: Benchmark) -> Document:
         "busy: time on the link; exposed: slept in it; hidden: the share of busy that compute covered",
         "efficiency: bound / step, the bound being busy, or compute with what no schedule hides, the first gather and "
         "the last reduction, if that is more",
-        "speed: step of the first engine over this one's, turn by turn; no verdict where the middle half holds 1",
+        "speed: step of the first engine over this one's, turn by turn; no verdict where 1 is in the middle half, or "
+        "where chance would give as lopsided a count of turns in 1 case of 20",
     )
     section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)
     return Document(f"BENCH: {title}", not failures, lines, (section,), benchmark.to_dict())

@@ -7,7 +7,8 @@
    it; each record is written when its run ends, so that a later failure does not take it along;
 3. judge (`judge`), write the report (`store`), print (`documents`, `render`).
 
-`bench` does the same in other hands: the engines are alive side by side and are timed in turns (`turns`), then judged.
+`bench`, cell by cell: the reference first, then the engines alive side by side, each trained and then timed in turns
+(`turns`); what was trained is judged as above. The table is written anew after each cell.
 
 Under torchrun every rank of `compare` goes through all of it and comes to the same exit code; only rank 0 writes and
 prints.
@@ -18,16 +19,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from bench.benchmark import Turns, bench_rows
-from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark
+from bench.benchmark import TurnsByRank, bench_rows
+from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark, save_turns
 from bench.benchmark_tables import benchmark_document
 from bench.documents import comparison_document
 from bench.judge import REFEREE, judge, judged_pairs, needs_referee
 from bench.listing import list_document
-from bench.options import BenchOptions, CompareOptions, ListOptions, ShowOptions, parse
+from bench.options import BenchCell, BenchOptions, CompareOptions, ListOptions, ShowOptions, parse
 from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
@@ -87,7 +89,7 @@ def compare(options: CompareOptions) -> int:
 def bench(options: BenchOptions) -> int:
     """Time engines in turns, cell by cell; each has to agree with the reference before its figures count."""
     for cell in options.cells:
-        check(cell.job, options.reference, options.engines, options.out)
+        check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines))
     created = datetime.now().astimezone()
     folder = make_run_folder(options.out, options.cells[0].job, created)
     benchmark = Benchmark(
@@ -95,33 +97,39 @@ def bench(options: BenchOptions) -> int:
         reference=options.reference,
         swept=options.swept,
         torch=Environment.here().torch,
-        cells=tuple(_time_cell(options, i, folder / f"cell-{i + 1}") for i in range(len(options.cells))),
+        cells=(),
     )
-    save_benchmark(folder, benchmark)
+    for number, cell in enumerate(options.cells, 1):
+        timed = _time_cell(options, cell, folder / f"cell-{number}")
+        benchmark = replace(benchmark, cells=(*benchmark.cells, timed))
+        save_benchmark(folder, benchmark)
     emit(benchmark_document(benchmark), options.format)
     print(f"records: {folder}", file=sys.stderr)
     return FAILS if benchmark.failures else HOLDS
 
 
-def _time_cell(options: BenchOptions, index: int, folder: Path) -> Cell:
-    """Judge and time the engines of one cell; write their records to `folder`."""
-    job, link = options.cells[index].job, options.cells[index].link
+def _time_cell(options: BenchOptions, cell: BenchCell, folder: Path) -> Cell:
+    """Judge and time the engines of one cell; write their records and turns to `folder`."""
+    job, link = cell.job, cell.link
     pairs = [(options.reference, engine) for engine in options.engines]
     jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
     with open_ranks(job.ranks) as ranks:
         runs = _run_all(ranks, jobs, folder, options.timeout_s)
-    players = {engine: (engine, job) for engine in options.engines}
-    timing = Timing(link=link, steps=options.turn_steps)
-    with watch(list(players), job.steps, show=True) as watcher:
-        timed = take_turns(players, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher)
-    turns: dict[str, Turns] = {}
+    timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s)
+    with watch(options.engines, job.steps, turns=options.turns, show=True) as watcher:
+        timed = take_turns(
+            options.engines, job, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher
+        )
+    turns: dict[str, TurnsByRank] = {}
     for engine, by_rank in timed.items():
         runs[engine] = assemble(engine, job, [each.result for each in by_rank])
         save_record(folder, *runs[engine], name=engine)
         turns[engine] = list(zip(*(each.turns for each in by_rank), strict=True))
-    records = {name: record for name, (record, _) in runs.items()}
-    rows = bench_rows(job, records, judge(pairs, runs), turns, options.reference)
-    return Cell(job, link.name, link.about, tuple(rows), turns)
+    save_turns(folder, turns)
+    records = {engine: runs[engine][0] for engine in turns}
+    reports = dict(zip(options.engines, judge(pairs, runs), strict=True))
+    rows = bench_rows(job, records, reports, turns, has_model=link.across is not None)
+    return Cell(job, link.name, link.describe(), tuple(rows))
 
 
 def show(options: ShowOptions) -> int:

@@ -127,13 +127,17 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _describe(comparison: Comparison) -> str:
-    job: JobConfig = comparison.job
     first = next(iter(comparison.records.values()))
+    return f"{describe_job(comparison.job)}; process group {first.process_group}; torch {first.environment.torch}"
+
+
+def describe_job(job: JobConfig) -> str:
+    """All that decides what was trained, and how it was sharded, on one line."""
     return (
-        f"{job.model}, {job.ranks} ranks on {first.process_group}, {job.steps} steps of {job.batch} x {job.seq} tokens "
+        f"{job.model}, {job.ranks} ranks, {job.steps} steps of {job.batch} x {job.seq} tokens "
         f"from {job.data or 'the standard library'}, {job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
         f"reshard after forward {job.reshard_after_forward}, compute {job.param_dtype}, reduce {job.reduce_dtype}, "
-        f"transport {job.transport}, backend {job.backend}; torch {first.environment.torch}"
+        f"transport {job.transport}, backend {job.backend}"
     )
 
 

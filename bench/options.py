@@ -34,6 +34,7 @@ RUNS = Path("runs")
 BENCH_STEPS = 3
 """Judged before an engine is timed."""
 DEFAULT_LINK = "pcie"
+BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
 SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend")
 EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
 
@@ -195,7 +196,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXIT_CODES + ". Under torchrun it joins the ranks that are there."
     _add_job(parser, JobConfig())
     add = parser.add_argument_group("what is judged, and where it goes").add_argument
-    _add_judgement(add)
+    _add_judgement(add, DEFAULT_ENGINES)
     _add_format(parser)
 
 
@@ -221,7 +222,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help=f"one of several values of {', '.join(SWEPT)}; give it once for each value",
     )
     add = parser.add_argument_group("what has to agree, and where it goes").add_argument
-    _add_judgement(add)
+    _add_judgement(add, BENCH_ENGINES)
     _add_format(parser)
 
 
@@ -270,8 +271,8 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
     )
 
 
-def _add_judgement(add: Callable[..., object]) -> None:
-    add("--engines", type=_names, default=DEFAULT_ENGINES, metavar="A,B", help="candidates (default: %(default)s)")
+def _add_judgement(add: Callable[..., object], engines: str) -> None:
+    add("--engines", type=_names, default=engines, metavar="A,B", help="candidates (default: %(default)s)")
     add("--reference", default=DEFAULT_REFERENCE, metavar="A", help="judge them against it (default: %(default)s)")
     add("--out", type=Path, default=RUNS, metavar="DIR", help="gets a folder per run (default: %(default)s)")
     add(

@@ -37,8 +37,11 @@ RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
 
-def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path) -> None:
+def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> None:
     """Refuse a comparison that cannot run: `job` on `engines` against `reference`, recorded in `out`.
+
+    Args:
+        alive: how many engines hold ranks at the same time.
 
     Raises:
         ConfigError: what is wrong, what was expected, and the way out.
@@ -54,7 +57,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path) -> 
     check_seq(job.seq, limits.max_seq_len)
     build_plan(model, job.plan)
     _check_trainable(model, job, names)
-    _check_memory(model, job)
+    _check_memory(model, job, alive)
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
         check_compiler()
@@ -152,9 +155,10 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
             raise ConfigError(f"{what} depends on how ranks share the batch; use another norm, or call .eval() on it")
 
 
-def _check_memory(model: nn.Module, job: JobConfig) -> None:
+def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:
     """See that this machine holds the least that the ranks on it need: each builds the whole model before sharding."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.ranks
+    here *= alive
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     needed = here * (model_bytes + RANK_BYTES)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -16,11 +16,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from common.harness.rank import OnProgress
 from common.harness.rank import Progress as RankProgress
+from common.harness.stopwatch import READY, TURN
 
 REFRESH_PER_S = 4.0
 """Ranks want the cores; a bar need not be smooth."""
 
-PHASES = {"build": "build and first step", "step": "training", "instruments": "done"}
+PHASES = {
+    "build": "build and first step",
+    "step": "training",
+    "instruments": "done",
+    READY: "waiting for its turn",
+    TURN: "waiting for its turn",
+}
 """What ranks report, and how it is shown."""
 
 
@@ -31,15 +38,15 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def watch(names: Sequence[str], steps: int, *, show: bool) -> Iterator[Watcher]:
-    """A watcher for the runs called `names`, of `steps` steps each; one that shows nothing unless `show`."""
+def watch(names: Sequence[str], steps: int, *, turns: int = 0, show: bool) -> Iterator[Watcher]:
+    """A watcher for the runs called `names`, each of `steps` steps and `turns` turns; unless `show` it is silent."""
     if not show or os.environ.get("CI"):
         yield _Silent()
     elif sys.stderr.isatty():
-        with _Bars(names, steps) as bars:
+        with _Bars(names, steps, turns) as bars:
             yield bars
     else:
-        yield _Lines(names, steps)
+        yield _Lines(names, steps, turns)
 
 
 class _Silent:
@@ -48,20 +55,20 @@ class _Silent:
 
 
 class _Lines:
-    def __init__(self, names: Sequence[str], steps: int) -> None:
+    def __init__(self, names: Sequence[str], steps: int, turns: int) -> None:
         self._names = list(names)
-        self._steps = steps
+        self._work = f"{steps} steps" + (f", then {turns} turns" if turns else "")
 
     def begin(self, name: str) -> OnProgress:
         place = f"{self._names.index(name) + 1}/{len(self._names)}"
-        print(f"[{place}] {name}: {self._steps} steps", file=sys.stderr, flush=True)
+        print(f"[{place}] {name}: {self._work}", file=sys.stderr, flush=True)
         return _ignore
 
 
 class _Bars:
     """One bar per run that has begun."""
 
-    def __init__(self, names: Sequence[str], steps: int) -> None:
+    def __init__(self, names: Sequence[str], steps: int, turns: int) -> None:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -76,7 +83,7 @@ class _Bars:
         self._steps = steps
         self._bars: dict[str, TaskID] = {
             name: self._progress.add_task(
-                f"{i}/{len(names)} {name}", total=steps + 1, start=False, visible=False, phase=""
+                f"{i}/{len(names)} {name}", total=steps + 1 + turns, start=False, visible=False, phase=""
             )
             for i, name in enumerate(names, 1)
         }
@@ -96,8 +103,9 @@ class _Bars:
         def show(rank: int, event: RankProgress) -> None:
             if rank:
                 return  # ranks keep step with each other; rank 0 takes part in every run
-            done = {"step": event.done, "instruments": self._steps + 1}.get(event.phase, 0)
-            self._progress.update(bar, completed=done, phase=PHASES.get(event.phase, event.phase))
+            trained = self._steps + 1
+            done = {"step": event.done, "instruments": trained, READY: trained, TURN: trained + event.done}
+            self._progress.update(bar, completed=done.get(event.phase, 0), phase=PHASES.get(event.phase, event.phase))
 
         return show
 

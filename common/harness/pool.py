@@ -124,6 +124,11 @@ class RankPool:
                 _forward_output(process)
         return [pickle.loads(message.result) for message in finished]
 
+    def interrupt(self) -> None:
+        """End the workers from another thread than the one that runs: its run then raises RankError."""
+        for process in list(self._processes.values()):
+            process.end()
+
     def kill(self) -> None:
         """End all workers now."""
         while self._processes:

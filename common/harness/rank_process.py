@@ -86,10 +86,14 @@ class RankProcess:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
         return f"was killed by {name}" + (" (often the kernel, out of memory)" if name == "SIGKILL" else "")
 
-    def kill(self) -> None:
-        """End the process and its own children now, and reap it."""
+    def end(self) -> None:
+        """End the process and its own children now; `kill` does the rest."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the process and its own children now, and reap it."""
+        self.end()
         self._popen.wait()
         self.connection.close()
         self._output.close()

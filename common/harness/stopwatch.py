@@ -34,6 +34,7 @@ from common.job import JobConfig
 
 READY, TURN = "ready", "turn"
 """Phases that a rank reports: it waits for its first turn; it has done its n-th."""
+_TURN, _END = b"t", b"e"
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all", "reduce")
 
 
@@ -43,16 +44,16 @@ class Timing:
 
     Attributes:
         link: what its collectives travel on.
-        steps: timed per turn on each of the two links.
-        warmup: steps before those, not timed.
+        steps: timed per turn on each of the two links, after one that is not.
+        timeout_s: how long an operation on the link waits for a rank.
     """
 
     link: LinkChoice
-    steps: int = 3
-    warmup: int = 1
+    steps: int
+    timeout_s: float
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.warmup < 0:
+        if self.steps < 1:
             raise ConfigError(f"steps per turn: expected at least 1, found {self.steps}")
 
 
@@ -91,12 +92,12 @@ class Timed:
     turns: tuple[TimedTurn, ...]
 
 
-class Turns:
-    """The turns of one engine, given out by the parent: a pipe per rank, on which a rank sleeps until a byte comes."""
+class Baton:
+    """Gives out the turns of one engine: a pipe per rank, on which a rank sleeps until a byte comes."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         """Make the pipes in `folder`, a new one."""
-        self._fds = []
+        self._fds: list[int] = []
         for rank in range(ranks):
             os.mkfifo(_pipe(folder, rank))
             self._fds.append(os.open(_pipe(folder, rank), os.O_RDWR))  # for writing; alone that would wait for a reader
@@ -104,14 +105,14 @@ class Turns:
     def give(self) -> None:
         """Let each rank take one turn."""
         for fd in self._fds:
-            os.write(fd, b"t")
+            os.write(fd, _TURN)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let each rank go home once it has taken the turns it was given."""
-        for fd in self._fds:
-            os.write(fd, b"e")
+        while self._fds:
+            fd = self._fds.pop()
+            os.write(fd, _END)
             os.close(fd)
-        self._fds = []
 
 
 def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: Timing, folder: Path) -> Timed | None:
@@ -128,21 +129,20 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
     turns: list[TimedTurn] = []
     with open(_pipe(folder, context.rank), "rb", buffering=0) as pipe:
         context.progress(READY)
-        while pipe.read(1) == b"t":
+        while pipe.read(1) == _TURN:
             turns.append(_take_turn(training, timing))
             context.progress(TURN, len(turns))
     return Timed(training.result, tuple(turns))
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:
-    return TimedTurn(_time_steps(training, timing, None), _time_steps(training, timing, timing.link))
+    free = LinkChoice("none", "compute alone", FREE)
+    return TimedTurn(_time_steps(training, timing, free), _time_steps(training, timing, timing.link))
 
 
-def _time_steps(training: Training, timing: Timing, link: LinkChoice | None) -> tuple[TimedStep, ...]:
-    """Time steps on `link`; None is the free one."""
-    with emulate(link or FREE) as meter:
-        for _ in range(timing.warmup):
-            training.plain_step(0)
+def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[TimedStep, ...]:
+    with emulate(link, timeout_s=timing.timeout_s) as meter:
+        training.plain_step(0)
         return tuple(_time_step(training, meter) for _ in range(timing.steps))
 
 

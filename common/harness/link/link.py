@@ -100,7 +100,7 @@ class Link:
         self._raise_failure()
         index, begin_s = self._next, time.monotonic()
         while index - self._consumed() >= SLOTS:
-            self._await(index - SLOTS, self._timeout_s, KINDS[0], lambda board: board.consumed)
+            self._await(index - SLOTS, self._timeout_s, kind, lambda board: board.consumed)
         file, offset, length = self._own.place(payload, index, self._consumed())
         operation = Operation(index, kind, size, time.monotonic())
         self._next += 1

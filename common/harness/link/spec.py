@@ -70,6 +70,13 @@ class LinkChoice:
     within: LinkSpec | None = None
     ranks_per_node: int | None = None
 
+    def describe(self) -> str:
+        """What it costs, and what it imitates."""
+        if self.across is None:
+            return self.about
+        inside = "" if self.within is None else f"{self.within} inside a node, else "
+        return f"{inside}{self.across}; {self.about}"
+
     def of_group(self, ranks: Sequence[int]) -> LinkSpec:
         """The link of the group of these global ranks."""
         assert self.across is not None, "gloo's own transport has no time model"
@@ -123,7 +130,8 @@ def parse_link(text: str) -> LinkChoice:
         return PRESETS[text]
     if match := re.fullmatch(r"nodes:([1-9]\d*)", text):
         preset, size = PRESETS["nodes"], int(match[1])
-        return LinkChoice(text, f"nodes of {size} ranks: {preset.about}", preset.across, preset.within, size)
+        about = preset.about.replace("nodes of 2 ranks (nodes:N for N)", f"nodes of {size} ranks")
+        return LinkChoice(text, about, preset.across, preset.within, size)
     latency, comma, bandwidth = (part.strip() for part in text.partition(","))
     alpha_s = _measure(latency, _TIMES)
     beta = math.inf if bandwidth == "inf" else _measure(bandwidth.removesuffix("/s"), _BYTES | _BITS)
