@@ -183,7 +183,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_compare(commands.add_parser("compare", help="train a job on several engines and judge whether they agree"))
     _add_bench(commands.add_parser("bench", help="time engines that agree, in turns, on an emulated link"))
     show = commands.add_parser("show", help="render the records of a run again")
-    show.add_argument("run", metavar="RUN", help='a folder that compare wrote, or "latest"')
+    show.add_argument("run", metavar="RUN", help='a folder that compare or bench wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
     names = commands.add_parser("list", help="engines, models, plans, backends, transports and dtypes")
     for command in (show, names):

@@ -137,7 +137,7 @@ def load_comparison(folder: Path) -> Comparison:
     data = read_json(_file(folder))
     if data.get("schema") != SCHEMA_VERSION:
         raise ConfigError(
-            f"run {folder}: expected a report of schema {SCHEMA_VERSION}, found {data.get('schema')!r}; compare again"
+            f"run {folder}: expected a report of schema {SCHEMA_VERSION}, found {data.get('schema')!r}; run it again"
         )
     with naming(_file(folder)):
         files = {name: engine_file(folder, name, ".json") for name in data["engines"]}
@@ -159,7 +159,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"run {path}: not as compare wrote it ({what}); compare again") from error
+        raise ConfigError(f"run {path}: not as it was written ({what}); run it again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -171,11 +171,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"run {path}: cannot be read: {error.strerror}; compare again") from None
+        raise ConfigError(f"run {path}: cannot be read: {error.strerror}; run it again") from None
     except ValueError as error:
-        raise ConfigError(f"run {path}: expected JSON, found: {error}; compare again") from None
+        raise ConfigError(f"run {path}: expected JSON, found: {error}; run it again") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"run {path}: expected a JSON object, found a {type(data).__name__}; compare again")
+        raise ConfigError(f"run {path}: expected a JSON object, found a {type(data).__name__}; run it again")
     return data
 
 

@@ -1,8 +1,9 @@
 """The known-good ways to train the same job, which the two engines are measured against; each is an engine itself.
 
-single         one process, the whole batch: no sharding, no communication; also the float64 referee
-ddp            torch's DistributedDataParallel
-torch_fsdp2    torch's fully_shard, grouped by the same bucket plan
+single                  one process, the whole batch: no sharding, no communication; also the float64 referee
+ddp                     torch's DistributedDataParallel
+torch_fsdp2             torch's fully_shard, grouped by the same bucket plan
+torch_fsdp2_prefetch    the same, told which group to gather ahead of which
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ a lie; `monitored_barrier`, a diagnosis, stays gloo's; chains of futures that is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -242,16 +243,14 @@ class Kernels:
         if not torch_private.in_backward_node():
             work.wait()
             return
-        if backward not in self._due:
-            self._due = {backward: []}  # works of a backward that failed are nobody's any more
-            torch_private.call_after_backward(self._finish_due)
+        if backward not in self._due:  # another one may be going on: a checkpoint runs a backward inside a backward
+            self._due[backward] = []
+            torch_private.call_after_backward(functools.partial(self._finish_due, backward))
         self._due[backward].append(work)
 
-    def _finish_due(self) -> None:
-        for works in self._due.values():
-            for work in works:
-                work.wait()
-        self._due = {}
+    def _finish_due(self, backward: int) -> None:
+        for work in self._due.pop(backward):
+            work.wait()
 
 
 def _split(tensor: Tensor, splits: list[int], ranks: int) -> Sequence[Tensor]:
