@@ -93,7 +93,7 @@ def test_link_data_is_what_maths_says(pool: RankPool, ranks: int, seed: int) -> 
 
     In and out of place, with gaps, empty, larger than the shared memory at first, waited for out of order or never.
     """
-    for wrong, kinds in pool.run(cases.random_operations, seed, 1000, ranks=ranks):
+    for wrong, kinds in pool.run(cases.random_operations, seed, 1000, ranks=ranks, timeout_s=120):
         assert wrong == []
         assert kinds == 15
 
