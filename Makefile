@@ -1,5 +1,5 @@
 # make parity   install into .venv, then run the main job:  make parity ARGS="--ranks 3 --model gpt-debug"
-# make test     the same set-up, then the tests:             make test ARGS="-k plan"
+# make test     the same set-up, then the tests:             make test ARGS=parity_tests/test_plan.py
 # make check    ruff and mypy
 # make clean    remove .venv and caches; runs/ stays
 #

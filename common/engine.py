@@ -13,6 +13,8 @@ alone, on the whole batch.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +62,8 @@ def load_engine(name: str) -> Engine:
         ConfigError: no such module, or a module without `parallelize`.
     """
     path = SHORT_NAMES.get(name, name)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # an installed command, unlike `python -m`, does not look there by itself
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:

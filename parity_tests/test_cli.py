@@ -24,7 +24,7 @@ import bench.preflight
 from bench.__main__ import main
 from bench.options import CompareOptions, parse
 from bench.progress import watch
-from common.engine import SHORT_NAMES
+from common.engine import SHORT_NAMES, load_engine
 from common.gradient import Transport
 from common.harness.rank import Progress
 from common.harness.records import load_record
@@ -345,6 +345,14 @@ def test_show_prints_what_compare_printed(compared: Compared, form: str, monkeyp
     assert call("show", "latest", "--out", out, "--format", form) == shown
     if form == "json":
         assert shown.out == compared.ran.out
+
+
+def test_engine_of_ones_own_lies_in_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An installed command does not look there by itself."""
+    (tmp_path / "engine_of_mine.py").write_text("def parallelize(model, mesh, job): return model\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_engine("engine_of_mine").name == "engine_of_mine"
 
 
 def test_wrong_engine_fails_parity(pool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
