@@ -215,15 +215,12 @@ def test_sweep_is_all_combinations() -> None:
 
 def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
     """An engine that sums gradients is timed in vain: its row says why, the others' figures stand, exit code 1."""
-    sweep = ("--sweep", "link=none", "--sweep", "link=gloo")
-    words = (*TINY, *sweep, "--engines", f"ddp,{ENGINES}.summing", "--out", str(tmp_path))
+    words = (*TINY, "--link", "gloo", "--engines", f"ddp,{ENGINES}.summing", "--out", str(tmp_path))
     ran = call("bench", *words, "--format", "json")
     assert ran.code == 1
-    for cell in ran.json["cells"]:
-        right, wrong = cell["rows"]
-        assert wrong["step_s"] is None and "reached none" in wrong["failures"][0]
-        assert right["step_s"] is not None and right["speed"] is None
-    assert [cell["rows"][0]["busy_s"] for cell in ran.json["cells"]] == [0.0, None]
+    right, wrong = ran.json["cells"][0]["rows"]
+    assert wrong["step_s"] is None and "reached none" in wrong["failures"][0]
+    assert right["step_s"] is not None and right["busy_s"] is None  # gloo has no time model
     assert "BENCH: engines without figures do not agree" in call("show", "latest", "--out", str(tmp_path)).out
 
 
@@ -237,7 +234,7 @@ def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
 def test_rank_that_fails_in_its_turn_is_named(engine: str, expected: str, tmp_path: Path) -> None:
     """Exit code 3, the engine's rank is named, and no rank of any engine stays."""
     before = children()
-    words = ("--engines", f"ddp,{ENGINES}.{engine}", "--timeout", "8", "--out", str(tmp_path))
+    words = ("--engines", f"{ENGINES}.{engine}", "--timeout", "8", "--out", str(tmp_path))
     ran = call("bench", *TINY, *LINK, *words)
     assert ran.code == 3 and ran.out == ""
     assert f"fsdp-parity: {expected}" in ran.err
