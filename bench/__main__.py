@@ -5,6 +5,7 @@
     2    wrong usage or configuration: one line on stderr
     3    a rank crashed or hung, or this program failed
     130  interrupted
+    143  ended by SIGTERM
 
 Left out of the imports at the top: torch and all that needs it, so that a Python or torch too old for them is told in
 one line.
@@ -12,13 +13,16 @@ one line.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 
@@ -32,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         from bench.commands import run
 
-        return run(words)
+        with _cleaning_up_on_sigterm():
+            return run(words)
     except KeyboardInterrupt:
         print("fsdp-parity: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -40,6 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python's own exit code for this is 1, which here says that parity does not hold.
         traceback.print_exc()
         return 3
+
+
+@contextmanager
+def _cleaning_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body as an error does, so that ranks and temporary folders go.
+
+    Not for ranks of torchrun, which have to end at once, whatever they wait in.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(TERMINATED)
 
 
 def lacking_software() -> str | None:

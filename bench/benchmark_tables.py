@@ -26,6 +26,7 @@ _FIGURES = (
     "collectives",
     "first_step_s",
     "verdict",
+    "failures",
 )
 
 
@@ -108,7 +109,7 @@ def _figures(row: BenchRow) -> dict[str, Any]:
         spread: Spread | None = getattr(row, name)
         for part in ("median", "low", "high"):
             figures[f"{name}_{part}"] = None if spread is None else getattr(spread, part)
-    return figures | {name: getattr(row, name) for name in _FIGURES}
+    return figures | {name: getattr(row, name) for name in _FIGURES} | {"failures": "; ".join(row.failures) or None}
 
 
 def _spread(spread: Spread | None, form: str, scale: float = 1.0) -> str | None:

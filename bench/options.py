@@ -12,6 +12,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -147,12 +148,18 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         raise ConfigError("bench: starts ranks of its own, which take turns; start it without torchrun")
     sweep: dict[str, list[str]] = {}
     for name, value in found.sweep:
-        sweep.setdefault(name, []).append(value)
+        if value in sweep.setdefault(name, []):
+            raise ConfigError(f"sweep: expected each value once, found {name}={value} twice")
+        sweep[name].append(value)
     cells = []
     for values in itertools.product(*sweep.values()):
         swept = dict(zip(sweep, values, strict=True))
         link = parse_link(swept.pop("link", found.link))
         job = {name: int(value) if name == "ranks" else value for name, value in swept.items()}
+        if any(spec and spec.alpha_s >= found.timeout for spec in (link.across, link.within)):
+            raise ConfigError(
+                f"link {link.name}: an operation takes longer than the {found.timeout:g} s of --timeout; raise that"
+            )
         cells.append(BenchCell(JobConfig(**given | job), link))
     return BenchOptions(
         cells=tuple(cells),
@@ -317,8 +324,8 @@ def _finite(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 999999, found {text!r}")
     return int(text)
 
 

@@ -32,7 +32,7 @@ LARGEST_SEED = 2**63 - 1
 _SHARDING = {SHORT_NAMES[name] for name in ("eager", "compiled", "torch-fsdp2", "torch-fsdp2-prefetch")}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
@@ -149,7 +149,9 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
         if not module.training:
             continue
         what = f"model {job.model!r}: module {name or '(root)'!r}, a {type(module).__name__} in training mode,"
-        if (isinstance(module, _DROPOUTS) and module.p > 0) or (isinstance(module, _WITH_DROPOUT) and module.dropout):
+        drops = isinstance(module, _DROPOUTS) and module.p > 0
+        drops_inside = isinstance(module, _WITH_DROPOUT) and module.dropout > 0
+        if drops or drops_inside or isinstance(module, nn.RReLU):
             raise ConfigError(f"{what} draws other numbers on each engine; build it without dropout, or call .eval()")
         if isinstance(module, _BATCH_NORMS):
             raise ConfigError(f"{what} depends on how ranks share the batch; use another norm, or call .eval() on it")

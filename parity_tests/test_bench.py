@@ -218,6 +218,7 @@ def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
     words = (*TINY, "--link", "gloo", "--engines", f"ddp,{ENGINES}.summing", "--out", str(tmp_path))
     ran = call("bench", *words, "--format", "json")
     assert ran.code == 1
+    assert "reached none" in call("show", "latest", "--out", str(tmp_path), "--format", "csv").out
     right, wrong = ran.json["cells"][0]["rows"]
     assert wrong["step_s"] is None and "reached none" in wrong["failures"][0]
     assert right["step_s"] is not None and right["busy_s"] is None  # gloo has no time model
@@ -246,6 +247,11 @@ def test_rank_that_fails_in_its_turn_is_named(engine: str, expected: str, tmp_pa
     [
         (("--link", "fast"), "cannot read 'fast'"),
         (("--turns", "0"), "'0'"),
+        (("--turns", "1" * 30), "from 1 to 999999"),
+        (("--link", "20s,inf", "--timeout", "15"), "longer than the 15 s"),
+        (("--link", "nodes:" + "9" * 5000), "cannot read"),
+        (("--link", "1ms,1e400MB/s"), "cannot read"),
+        (("--sweep", "plan=block", "--sweep", "plan=block"), "plan=block twice"),
         (("--turn-steps", "many"), "'many'"),
         (("--sweep", "colour=red"), "'colour=red'"),
         (("--sweep", "plan"), "NAME=VALUE"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -454,8 +455,14 @@ def test_torchrun_shows_a_wrong_word_once(tmp_path: Path) -> None:
     assert ran.out == "" and "exitcode  : 2" in ran.err and "Traceback" not in ran.err.split("fsdp-parity: ")[0]
 
 
-def test_interrupt_ends_everything(tmp_path: Path) -> None:
-    """Ctrl-C while ranks work: exit code 130, one line, no traceback, and every process of the run is gone."""
+@pytest.mark.parametrize(
+    ("sent", "code", "said"),
+    [(signal.SIGINT, 130, "fsdp-parity: interrupted\n"), (signal.SIGTERM, 143, "")],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_interrupt_ends_everything(sent: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
+    """Ctrl-C, or the end of a CI job, while ranks work: its exit code, no traceback, no process and no folder left."""
+    folders = set(Path(tempfile.gettempdir()).glob("ranks-*"))
     mark = f"interrupt-{tmp_path}"
     words = (*TINY, "--engines", f"{ENGINES}.hanging", "--out", str(tmp_path))
     command = (sys.executable, "-u", "-m", "bench", "compare", *words)
@@ -473,13 +480,14 @@ def test_interrupt_ends_everything(tmp_path: Path) -> None:
         while (line := process.stderr.readline()) and "hanging" not in line:
             pass
         assert len(marked(mark)) == 3  # it and two ranks
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         try:
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()  # else leaving the block would wait for ever
-    assert (process.returncode, out, err) == (130, "", "fsdp-parity: interrupted\n")
+    assert (process.returncode, out, err) == (code, "", said)
     assert marked(mark) == set()
+    assert set(Path(tempfile.gettempdir()).glob("ranks-*")) <= folders
 
 
 def test_progress_is_silent_in_ci_and_a_bar_on_a_terminal(

@@ -276,7 +276,8 @@ class Link:
 
     def _gone(self, place: int, what: str) -> RankError:
         rank = self._ranks[place]
-        return RankError(f"{what} {self._where()}: rank {rank} is gone; see its own error", rank=rank)
+        why = f"rank {rank} is gone: it failed, or left its link after an error"
+        return RankError(f"{what} {self._where()}: {why}", rank=rank)
 
     def _fail(self, error: ParityError) -> ParityError:
         """Remember what broke the link, so that later operations say so at once."""

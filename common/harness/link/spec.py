@@ -117,7 +117,7 @@ PRESETS = {
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 _BITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)"
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?|\.[0-9]+)"
 
 
 def parse_link(text: str) -> LinkChoice:
@@ -128,7 +128,7 @@ def parse_link(text: str) -> LinkChoice:
     """
     if text in PRESETS:
         return PRESETS[text]
-    if match := re.fullmatch(r"nodes:([1-9]\d*)", text):
+    if match := re.fullmatch(r"nodes:([1-9][0-9]{0,5})", text):
         preset, size = PRESETS["nodes"], int(match[1])
         about = preset.about.replace("nodes of 2 ranks (nodes:N for N)", f"nodes of {size} ranks")
         return LinkChoice(text, about, preset.across, preset.within, size)
