@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,6 +111,11 @@ class Recording:
     allocations: list[Allocation] = field(default_factory=list)
 
 
+SETTLE_S = 0.05
+"""A pause before recording ends. A backend's threads report the end of a collective to the profiler a little after the
+caller has waited for it; a recording that ends before that lacks the event, and memory.py a lifetime."""
+
+
 @contextmanager
 def record_events(*, memory: bool = False) -> Iterator[Recording]:
     """Record the operators, and on request the allocations, of this thread and of those it hands work to."""
@@ -118,6 +124,7 @@ def record_events(*, memory: bool = False) -> Iterator[Recording]:
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=memory)
     with profiler:
         yield recording
+        time.sleep(SETTLE_S)
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     pending: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in results.experimental_event_tree()]
     while pending:
