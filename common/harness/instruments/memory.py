@@ -9,7 +9,8 @@ reads is also held by the backend's thread until the operation ends, and when th
 so. The block would look live for ever. It did live until about the end of the last event that used it, the backend's
 own included, since the program waited for that: so a block that took part in a collective and was never reported
 freed is taken as freed there, or when its address is handed out anew, if that is earlier. Blocks that took part in no
-collective are left live.
+collective are left live. Where the program held such a block beyond that event, and the backend's thread beyond the
+program, the peak comes out too low; on a busy machine that happens now and then.
 
 Frees of blocks older than the recording are not all reported: start a step with no gradients left of the last one, and
 add what is live then, `start_bytes`. That is found among Python's objects, so it includes what an engine keeps from
