@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from bench.judge import failures
 from common.engine import SHORT_NAMES
@@ -64,6 +65,8 @@ class BenchRow:
         busy_s: how long the link was occupied in one step.
         exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide. This and
             what follows from it is None on gloo itself, which has no time model.
+        stalled_s: how long ranks waited for others to issue an operation, their mean.
+        moving_s: how long ranks copied and summed for the link, their mean; part of compute here.
         hidden: the share of `busy_s` that compute did hide.
         edges_s: of `busy_s`, what no schedule hides: the first gather and the last reduction.
         bound_s: what no schedule goes below: `max(compute_s + edges_s, busy_s)`.
@@ -84,6 +87,8 @@ class BenchRow:
     compute_s: float | None = None
     busy_s: float | None = None
     exposed_s: float | None = None
+    stalled_s: float | None = None
+    moving_s: float | None = None
     hidden: float | None = None
     edges_s: float | None = None
     bound_s: float | None = None
@@ -161,12 +166,17 @@ def _with_link(row: BenchRow, turns: TurnsByRank) -> BenchRow:
     assert row.step_s is not None and row.compute_s is not None
     busy_s = statistics.median(per_turn(turns, lambda step: step.busy_s, max))
     edges_s = statistics.median(per_turn(turns, lambda step: step.edges_s, max))
-    exposed_s = statistics.median(per_turn(turns, lambda step: step.exposed_s, statistics.fmean))
+    exposed_s, stalled_s, moving_s = (
+        statistics.median(per_turn(turns, figure, statistics.fmean))
+        for figure in (attrgetter("exposed_s"), attrgetter("stalled_s"), attrgetter("moving_s"))
+    )
     bound_s = max(row.compute_s + edges_s, busy_s)
     return replace(
         row,
         busy_s=busy_s,
         exposed_s=exposed_s,
+        stalled_s=stalled_s,
+        moving_s=moving_s,
         hidden=max(0.0, 1 - exposed_s / busy_s) if busy_s else None,
         edges_s=edges_s,
         bound_s=bound_s,

@@ -17,6 +17,8 @@ _FIGURES = (
     "compute_s",
     "busy_s",
     "exposed_s",
+    "stalled_s",
+    "moving_s",
     "hidden",
     "edges_s",
     "bound_s",
@@ -37,9 +39,11 @@ def benchmark_document(benchmark: Benchmark) -> Document:
     title = "every engine agrees with the reference" if not failures else "engines without figures do not agree"
     abouts = dict.fromkeys((cell.link, cell.about) for cell in benchmark.cells)
     first = benchmark.cells[0].job
+    swept = ", ".join(name.replace("_", " ") for name in benchmark.swept if name != "link")
+    varied = f"; this is the first cell, others differ in {swept}" if len(benchmark.cells) > 1 and swept else ""
     lines = (
         *failures,
-        f"judged against {benchmark.reference}: {describe_job(first)}; torch {benchmark.torch}",
+        f"judged against {benchmark.reference}: {describe_job(first)}; torch {benchmark.torch}{varied}",
         *(f"link {link}: {about}" for link, about in abouts),
     )
     notes = (

@@ -21,6 +21,7 @@ from bench.store import REPORT
 from common.data import check_tokens, load_tokens
 from common.engine import SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
+from common.harness.grades import SHARDED
 from common.job import JobConfig
 from common.models import build_model, check_seq, model_limits
 from common.plan import build_plan
@@ -29,7 +30,6 @@ from common.shardable import check_shardable
 
 LARGEST_SEED = 2**63 - 1
 """What torch's generators take."""
-_SHARDING = {SHORT_NAMES[name] for name in ("eager", "compiled", "torch-fsdp2", "torch-fsdp2-prefetch")}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -140,7 +140,7 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
     """See that the model can be sharded, has something to train, and means the same however the batch is shared out."""
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model {job.model!r}: no parameter requires a gradient, so there is nothing to train")
-    if any(SHORT_NAMES.get(name, name) in _SHARDING for name in engines):
+    if any(SHORT_NAMES.get(name, name) in SHARDED for name in engines):
         try:
             check_shardable(model.named_parameters(), next(model.parameters()).device.type)
         except EngineError as error:

@@ -12,9 +12,6 @@ alone, on the whole batch.
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import ConfigError
+from common.imports import import_named
 from common.job import JobConfig
 
 SHORT_NAMES = {
@@ -62,17 +60,8 @@ def load_engine(name: str) -> Engine:
         ConfigError: no such module, or a module without `parallelize`.
     """
     path = SHORT_NAMES.get(name, name)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command, unlike `python -m`, does not look there by itself
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
-            raise  # the engine exists; something it imports does not
-        known = ", ".join(SHORT_NAMES)
-        raise ConfigError(
-            f"engine {name!r}: no module {path!r}; known engines are {known}, or give an import path"
-        ) from None
+    known = ", ".join(SHORT_NAMES)
+    module = import_named(path, what=f"engine {name!r}", way_out=f"; known engines are {known}, or give an import path")
     parallelize = getattr(module, "parallelize", None)
     if not callable(parallelize):
         raise ConfigError(f"engine {name!r}: module {path!r} does not define parallelize(model, mesh, job)")

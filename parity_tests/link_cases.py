@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from common.errors import EngineError, ParityError
 from common.harness.launch import RankContext
@@ -334,10 +335,21 @@ def native_against_ordered(ctx: RankContext) -> list[str]:
     return eager_cases.differences(*traces)
 
 
-def ddp_steps(ctx: RankContext, link: str, hook: bool, options: dict[str, Any]) -> tuple[list[Tensor], int]:
+class Checkpointed(nn.Linear):
+    """A linear layer whose backward is a backward of its own inside the model's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return result
+
+
+def ddp_steps(
+    ctx: RankContext, link: str, hook: bool, options: dict[str, Any], nested: bool
+) -> tuple[list[Tensor], int]:
     """Gradients of three DDP steps over a link, and how many all-reduces it carried."""
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(9, 50), nn.GELU(), nn.Linear(50, 50), nn.GELU(), nn.Linear(50, 4))
+    middle = Checkpointed(50, 50) if nested else nn.Linear(50, 50)  # the last layer fills a bucket before its backward
+    net = nn.Sequential(nn.Linear(9, 50), nn.GELU(), middle, nn.GELU(), nn.Linear(50, 40))
     grads = []
     with emulate(parse_link(link), timeout_s=30) as meter:
         parallel = DistributedDataParallel(net, bucket_cap_mb=0.005, **options)

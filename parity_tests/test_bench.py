@@ -81,7 +81,10 @@ def test_verdict_needs_more_than_chance(ratios: list[float], verdict: str) -> No
 def turn(*ranks: tuple[float, float]) -> list[TimedTurn]:
     """One turn of one step each: per rank, seconds on the free link and on the other, of which a tenth is exposed."""
     return [
-        TimedTurn((TimedStep(free, 0, 0, 0, 0),), (TimedStep(loaded, loaded / 10, 0, loaded / 5, loaded / 20),))
+        TimedTurn(
+            (TimedStep(free, 0, 0, 0, 0, 0),),
+            (TimedStep(loaded, loaded / 10, loaded / 40, loaded / 50, loaded / 5, loaded / 20),),
+        )
         for free, loaded in ranks
     ]
 
@@ -122,6 +125,8 @@ def test_rows_are_what_the_turns_say() -> None:
     assert (eager.collectives, eager.first_step_s, eager.backend) == (7, 9.0, "eager")
     assert eager.busy_s == pytest.approx((0.6 + 1.0) / 2) and eager.edges_s == pytest.approx((0.15 + 0.25) / 2)
     assert eager.exposed_s == pytest.approx((0.25 + 0.45) / 2)  # the mean of ranks
+    assert eager.stalled_s == pytest.approx((0.0625 + 0.1125) / 2)
+    assert eager.moving_s == pytest.approx((0.05 + 0.09) / 2)
     assert eager.hidden == pytest.approx(1 - 0.35 / 0.8) and eager.efficiency == pytest.approx((1.5 + 0.2) / 4)
     assert eager.speed is None and eager.verdict is None
     assert compiled.speed is not None and compiled.speed.median == (3 / 2 + 5 / 2) / 2
@@ -169,8 +174,9 @@ def test_bench_times_the_link_as_its_model_says(benched: Benched) -> None:
     for number, cell in enumerate(benched.ran.json["cells"]):
         assert [row["engine"] for row in cell["rows"]] == ["eager", "torch-fsdp2", "torch-fsdp2-prefetch"]
         for row in cell["rows"]:
-            assert row["busy_s"] == pytest.approx(on_the_link_s(benched.record(number, row["engine"])), rel=1e-6)
-            assert 0 < row["edges_s"] <= row["busy_s"] * (1 + 1e-9)
+            # an end and a start are seconds since the machine's start: below 1e8 s a double is exact to 2e-8 s
+            expected = on_the_link_s(benched.record(number, row["engine"]))
+            assert row["busy_s"] == pytest.approx(expected, abs=2 * 2e-8 * row["collectives"])
             assert row["bound_s"] == pytest.approx(max(row["compute_s"] + row["edges_s"], row["busy_s"]))
 
 
@@ -178,17 +184,21 @@ def test_bench_sees_what_is_exposed(benched: Benched) -> None:
     """On a CPU torch waits for each gather unless it is told what comes next, and for each reduction even then."""
     eager, waiting, prefetching = benched.ran.json["cells"][0]["rows"]
     assert max(eager["exposed_s"], prefetching["exposed_s"]) < waiting["exposed_s"]
-    assert all(row["exposed_s"] >= 0.9 * row["edges_s"] for row in (eager, waiting, prefetching))
 
 
 def test_bench_keeps_every_timed_step(benched: Benched) -> None:
-    """The turns of all ranks are stored; on the free link no step waits."""
+    """The turns of all ranks are stored. On the free link no step waits; on the other none is shorter than the link was
+    busy in it, or than what its rank waited.
+    """
     taken = json.loads((benched.folder / "cell-1" / "turns.json").read_text())
     assert list(taken) == ["eager", "torch-fsdp2", "torch-fsdp2-prefetch"]
     for turns in taken.values():
         assert len(turns) == 2 and all(len(ranks) == 2 for ranks in turns)
         assert all(len(rank[lot]) == 2 for ranks in turns for rank in ranks for lot in ("free", "loaded"))
         assert not any(step["exposed_s"] for ranks in turns for rank in ranks for step in rank["free"])
+        for step in (step for ranks in turns for rank in ranks for step in rank["loaded"]):
+            assert step["step_s"] >= step["busy_s"] >= step["edges_s"] > 0
+            assert step["step_s"] >= step["exposed_s"] + step["stalled_s"]
 
 
 @pytest.mark.parametrize("form", ["table", "json", "csv", "md", "html"])

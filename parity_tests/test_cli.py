@@ -103,6 +103,8 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("scalar parameter", ("compare", "--model", f"{ENGINES}.models:with_scalar"), "'scale': has no dimensions"),
     ("dropout", ("compare", "--model", f"{ENGINES}.models:with_dropout"), "module '1', a Dropout in training mode"),
     ("dropout inside", ("compare", "--model", f"{ENGINES}.models:with_dropout_inside"), "module '1', a GRU"),
+    ("noise", ("compare", "--model", f"{ENGINES}.models:with_noise"), "module '1', a RReLU"),
+    ("sync batch norm", ("compare", "--model", f"{ENGINES}.models:with_sync_batch_norm"), "how ranks share the batch"),
     ("batch norm", ("compare", "--model", f"{ENGINES}.models:with_batch_norm"), "how ranks share the batch"),
     ("model above the memory", ("compare", "--model", "llama3-405b"), "needs at least"),
     ("unknown engine", ("compare", "--engines", "eagre"), "known engines are eager"),

@@ -180,14 +180,20 @@ def test_link_groups_of_a_mesh_are_links_of_their_own(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "options"),
-    [(False, {}), (True, {}), (False, {"static_graph": True}), (False, {"find_unused_parameters": True})],
-    ids=["plain", "fp16-hook", "static-graph", "unused"],
+    ("hook", "options", "nested"),
+    [
+        (False, {}, False),
+        (True, {}, False),
+        (False, {"static_graph": True}, False),
+        (False, {"find_unused_parameters": True}, False),
+        (False, {}, True),
+    ],
+    ids=["plain", "fp16-hook", "static-graph", "unused", "checkpoint"],
 )
-def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any]) -> None:
+def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any], nested: bool) -> None:
     """Three steps of DistributedDataParallel give gloo's gradients, bit for bit: at 2 ranks order cannot differ."""
-    with_gloo = pool.run(cases.ddp_steps, "gloo", hook, options, ranks=2)
-    over_link = pool.run(cases.ddp_steps, "0.1ms,1GB/s", hook, options, ranks=2)
+    with_gloo = pool.run(cases.ddp_steps, "gloo", hook, options, nested, ranks=2)
+    over_link = pool.run(cases.ddp_steps, "0.1ms,1GB/s", hook, options, nested, ranks=2)
     for (expected, none), (found, reduced) in zip(with_gloo, over_link, strict=True):
         assert none == 0
         assert reduced >= 5

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.errors import EngineError, PlanError
+from common.errors import PlanError
 from common.job import JobConfig
 from common.plan import BucketPlan, build_plan
+from common.shardable import check_mesh
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,22 @@ class ModuleGroup:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn.Module:
-    """Shard `model` in place over `mesh` with `fully_shard`, children before parents, the root last.
+    """Shard `model` in place over `mesh` with `fully_shard`; see `shard_groups`."""
+    shard_groups(model, mesh, job)
+    return model
+
+
+def shard_groups(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> list[ModuleGroup]:
+    """Shard `model` in place with one `fully_shard` call per group, children before parents, the root last.
+
+    Returns:
+        The groups, in registration order of their first parameter.
 
     Raises:
-        EngineError: no mesh.
+        EngineError: no mesh, or one of several dimensions.
         PlanError: groups that `fully_shard` cannot nest.
     """
-    if mesh is None:
-        raise EngineError("torch-fsdp2: expected a mesh of the ranks to shard over, found None; pass build_mesh()")
+    mesh = check_mesh(mesh)
     ours = job.mp_policy
     policy = MixedPrecisionPolicy(
         param_dtype=ours.param_dtype,
@@ -51,7 +60,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     # the root takes what is left, or nothing; said explicitly, since torch would let the root keep its weights
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return model
+    return groups
 
 
 def module_groups(plan: BucketPlan) -> list[ModuleGroup]:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from common.baselines import torch_fsdp2
 from common.job import JobConfig
-from common.plan import build_plan
 from common.torch_private import gather_asynchronously
 
 
@@ -25,10 +24,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
     """Shard `model` in place as `torch_fsdp2` does, and let each group gather the one that is needed after it.
 
     Raises:
-        EngineError, PlanError: see `torch_fsdp2.parallelize`.
+        EngineError, PlanError: see `torch_fsdp2.shard_groups`.
     """
-    groups = torch_fsdp2.module_groups(build_plan(model, job.plan))
-    torch_fsdp2.parallelize(model, mesh, job)
+    groups = torch_fsdp2.shard_groups(model, mesh, job)
     gather_asynchronously(model)
     _prefetch_in_order(model, [[model.get_submodule(name) for name in group.modules] for group in groups])
     return model

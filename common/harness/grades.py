@@ -96,7 +96,8 @@ SPREAD = {Grade.REDUCTION_ORDER: 2.0, Grade.COMPILER: 4.0}
 
 _OURS = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
 _TORCHS = (SHORT_NAMES["torch-fsdp2"], SHORT_NAMES["torch-fsdp2-prefetch"])
-_SHARDED = (*_OURS, *_TORCHS)
+SHARDED = (*_OURS, *_TORCHS)
+"""Import paths of the engines that shard parameters."""
 _KNOWN = frozenset(SHORT_NAMES.values())
 
 
@@ -122,7 +123,7 @@ def expected_grade(
         return Grade.BITWISE  # an engine against itself
     if first.may_use_inductor or second.may_use_inductor:
         return Grade.COMPILER
-    same_order = first.path in _SHARDED and second.path in _SHARDED and first.sums_like(second)
+    same_order = first.path in SHARDED and second.path in SHARDED and first.sums_like(second)
     return Grade.BITWISE if same_order else Grade.REDUCTION_ORDER
 
 

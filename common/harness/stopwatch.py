@@ -28,7 +28,7 @@ from pathlib import Path
 from common.engine import load_engine
 from common.errors import ConfigError
 from common.harness.launch import RankContext
-from common.harness.link import FREE, LinkChoice, LogEntry, Meter, emulate
+from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
 from common.harness.train import RankResult, Training, prepare
 from common.job import JobConfig
 
@@ -65,6 +65,7 @@ class TimedStep:
         step_s: forward, backward and optimizer, by the clock.
         exposed_s: slept until operations ended.
         stalled_s: waited until other ranks had issued theirs.
+        moving_s: spent on copies and sums, which a network card would do elsewhere.
         busy_s: how long the busiest link was occupied.
         edges_s: first gather and last reduction; see [Note: what no schedule hides].
     """
@@ -72,6 +73,7 @@ class TimedStep:
     step_s: float
     exposed_s: float
     stalled_s: float
+    moving_s: float
     busy_s: float
     edges_s: float
 
@@ -136,8 +138,7 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:
-    free = LinkChoice("none", "compute alone", FREE)
-    return TimedTurn(_time_steps(training, timing, free), _time_steps(training, timing, timing.link))
+    return TimedTurn(_time_steps(training, timing, PRESETS["none"]), _time_steps(training, timing, timing.link))
 
 
 def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[TimedStep, ...]:
@@ -151,7 +152,7 @@ def _time_step(training: Training, meter: Meter) -> TimedStep:
     start_s = time.perf_counter()
     training.plain_step(0)
     step_s = time.perf_counter() - start_s
-    return TimedStep(step_s, meter.exposed_s, meter.stalled_s, busy_s(meter.log), edges_s(meter.log))
+    return TimedStep(step_s, meter.exposed_s, meter.stalled_s, meter.moving_s, busy_s(meter.log), edges_s(meter.log))
 
 
 def busy_s(log: Sequence[LogEntry]) -> float:

@@ -7,10 +7,8 @@ Left out: loading pre-trained weights.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
+from common.imports import import_named
 from common.models import gpt, llama
 from common.models.base import LanguageModel, ModelConfig, check_seq
 from common.models.init import initial_value, initialise, materialise
@@ -149,17 +148,9 @@ def _import_function(name: str) -> Callable[[], object]:
         raise ConfigError(f"model {name!r}: expected an import path, found a file; write {dotted}:{attribute}")
     if not all(part.isidentifier() for part in (*path.split("."), attribute)):
         raise ConfigError(f"model {name!r}: expected module:function, such as my_package.my_model:build")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command, unlike `python -m`, does not look there by itself
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
-            raise  # the user's module exists; something it imports does not
-        raise ConfigError(
-            f"model {name!r}: no module {error.name!r} in {os.getcwd()} or among the installed packages; "
-            "run from the folder that holds it, or set PYTHONPATH"
-        ) from None
+    where = f" in {os.getcwd()} or among the installed packages"
+    way_out = "; run from the folder that holds it, or set PYTHONPATH"
+    module = import_named(path, what=f"model {name!r}", way_out=where + way_out)
     function = getattr(module, attribute, None)
     if function is None:
         raise ConfigError(f"model {name!r}: module {path!r} has no {attribute!r}{_hint(attribute, vars(module))}")

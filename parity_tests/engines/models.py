@@ -53,6 +53,14 @@ def with_dropout_inside() -> nn.Module:
     return nn.Sequential(nn.Embedding(256, 8), nn.GRU(8, 8, num_layers=2, dropout=0.1))
 
 
+def with_noise() -> nn.Module:
+    return nn.Sequential(Bigram(), nn.RReLU())
+
+
+def with_sync_batch_norm() -> nn.Module:
+    return nn.Sequential(Bigram(), nn.SyncBatchNorm(8))
+
+
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(Bigram(), nn.BatchNorm1d(8))
 
