@@ -22,6 +22,7 @@ Left out: `auto`, which chooses by cost.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,12 @@ class BucketPlan:
     def bucket_of(self) -> dict[str, int]:
         """The index of the bucket that holds each parameter."""
         return {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
+
+    @property
+    def labels(self) -> list[str]:
+        """A name for each bucket that no other has: those that need the same modules go by their first parameter."""
+        uses = Counter(bucket.name for bucket in self.buckets)
+        return [bucket.name if uses[bucket.name] == 1 else bucket.params[0] for bucket in self.buckets]
 
 
 def build_plan(

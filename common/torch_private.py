@@ -30,6 +30,10 @@ handles, and have to go again.
 `DistributedDataParallel` waits for the future of an all-reduce and not for its handle: somebody has to complete it at
 the end of the backward in which it was issued, before the wait.
 
+    torch._C._profiler._RecordFunctionFast
+
+`record_function` costs some 10 us for each range, even if nobody records; this is what torch uses in hot places.
+
     torch.distributed.fsdp.FSDPModule()._set_unshard_async_op
 
 Without streams, the only way to let torch's FSDP2 gather beside compute.
@@ -50,11 +54,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map as tree_map
+
+RecordFunctionFast = _RecordFunctionFast
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,12 @@ def mark(node: Node, param: str) -> None:
     node.meta[_MARK] = param
 
 
+def param_of(node: Node) -> str:
+    """The parameter that `mark` wrote on a collective."""
+    param: str = node.meta[_MARK]
+    return param
+
+
 def merge_repeated_reads(gm: GraphModule) -> GraphModule:
     """Gather a parameter once and reduce its gradient once, however often the model reads it.
 

@@ -20,6 +20,7 @@ Source: torchtitan `graph_trainer` for the pass signature; torch 2.13 `compile_f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -34,9 +35,17 @@ from common.errors import EngineError, PassError
 from common.gradient import Reduction, Transport, plan_reduction
 from common.mesh import backend_of
 from common.plan import BucketPlan
+from common.ranges import GATHER, REDUCE, graph_range
 from fsdp_compiled import torch_private
 from fsdp_compiled.bucket import bucket_gathers, bucket_reductions
-from fsdp_compiled.collectives import lower_reductions, mark_collectives, merge_repeated_reads
+from fsdp_compiled.collectives import (
+    find_gathers,
+    find_lowered,
+    lower_reductions,
+    mark_collectives,
+    merge_repeated_reads,
+    param_of,
+)
 from fsdp_compiled.reshard import check_resharded, tag_gathers
 from fsdp_compiled.schedule import delay_reduction_waits, prefetch_gathers
 
@@ -133,12 +142,23 @@ class GraphCompiler:
             gm.recompile()
         return gm
 
+    def range_of(self, gm: GraphModule) -> Callable[[], AbstractContextManager[object]]:
+        """What names, in a profile, the buckets that the collectives of a rewritten graph serve."""
+        labels, bucket_of = self.pipeline.plan.labels, self.pipeline.plan.bucket_of()
+        return graph_range(
+            {
+                GATHER: [labels[bucket_of[gather.param]] for gather in find_gathers(gm.graph)],
+                REDUCE: [labels[bucket_of[param_of(start)]] for start in find_lowered(gm.graph)],
+            }
+        )
+
     def aot_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Run the rewritten graphs operator by operator: the arithmetic of eager PyTorch."""
 
         def compiler(is_backward: bool, is_inference: bool) -> Callable[..., Any]:
             def compile_graph(graph: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
-                return torch_private.boxed(self.split(graph, is_backward, is_inference), graph_inputs)
+                graph = self.split(graph, is_backward, is_inference)
+                return torch_private.in_range(self.range_of(graph), torch_private.boxed(graph, graph_inputs))
 
             return compile_graph
 
@@ -156,8 +176,10 @@ class GraphCompiler:
 
         def inner(graph: GraphModule, graph_inputs: Sequence[Any], **options: Any) -> Any:
             graph = self.split(graph, options.get("is_backward", False), options.get("is_inference", False))
+            range_of_graph = self.range_of(graph)
             with torch_private.inductor_patch(_INDUCTOR):
-                return torch_private.compile_fx_inner(graph, graph_inputs, **options)
+                compiled = torch_private.compile_fx_inner(graph, graph_inputs, **options)
+            return torch_private.in_range(range_of_graph, compiled)
 
         with torch_private.functorch_patch(joint_custom_pass=self.joint, enable_autograd_cache=False):
             return cast(Callable[..., Any], torch_private.compile_fx(gm, inputs, inner_compile=inner))

@@ -6,6 +6,7 @@ Seen in torch 2.11 to 2.14 unless a line says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "fake_mode_of",
     "functorch_patch",
     "gradient_of_input",
+    "in_range",
     "index_of_input",
     "inductor_patch",
     "min_cut_rematerialization_partition",
@@ -84,6 +86,19 @@ def boxed(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any
 
     def run(args: list[Any]) -> Any:
         return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def in_range(
+    open_range: Callable[[], AbstractContextManager[object]], compiled: Callable[[list[Any]], Any]
+) -> Callable[[list[Any]], Any]:
+    """`compiled`, which takes its arguments in a list, with each call inside a range of its own."""
+
+    def run(args: list[Any]) -> Any:
+        with open_range():
+            return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.gradient import Transport, plan_reduction
 from common.mesh import backend_of
 from common.policy import MixedPrecisionPolicy
+from common.ranges import LAUNCH_GATHER, LAUNCH_REDUCE, WAIT_GATHER, WAIT_REDUCE, bucket_range
 from common.shardable import check_shardable
 from fsdp_eager.collectives import (
     PendingReduction,
@@ -28,6 +29,7 @@ from fsdp_eager.collectives import (
     launch_gather,
     launch_reduction,
     pack_gradients,
+    wait_reduction,
 )
 from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState, check_one_dtype
 from fsdp_eager.reshard import SharedBuffer, WholeBuffer
@@ -117,7 +119,8 @@ class FSDPParamGroup:
                 gathered = self.whole.writable
             else:
                 gathered = self.whole.writable.new_empty(self.whole.writable.numel())
-            self._pending = gathered, launch_gather(self._shard, gathered, self._process_group)
+            with bucket_range(LAUNCH_GATHER, self.name):
+                self._pending = gathered, launch_gather(self._shard, gathered, self._process_group)
         self.state = ShardedState.GATHERING
 
     @torch.no_grad()
@@ -126,7 +129,8 @@ class FSDPParamGroup:
         assert self.state is ShardedState.GATHERING
         if self._pending is not None:
             gathered, work = self._pending
-            work.wait()
+            with bucket_range(WAIT_GATHER, self.name):
+                work.wait()
             self.whole.alloc()
             if gathered is not self.whole.writable:
                 copy_out(gathered, self._regions)
@@ -174,11 +178,14 @@ class FSDPParamGroup:
     @torch.no_grad()
     def launch_reduction(self, packed: torch.Tensor) -> PendingReduction:
         """Start to reduce what `pack` returned."""
-        return launch_reduction(packed, self._process_group, self._reduction)
+        with bucket_range(LAUNCH_REDUCE, self.name):
+            return launch_reduction(packed, self._process_group, self._reduction)
 
     @torch.no_grad()
     def finish_reduction(self, params: Sequence[FSDPParam], pending: PendingReduction) -> None:
         """Wait for the reduction and put its parts, views of one buffer, into `.grad` of the sharded `params`."""
+        with bucket_range(WAIT_REDUCE, self.name):
+            wait_reduction(pending)
         total = finish_reduction(pending).to(self._dtype)
         for param, part in zip(params, total.split([param.cut.chunk_numel for param in params]), strict=True):
             param.accept_gradient(part)

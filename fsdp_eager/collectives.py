@@ -103,15 +103,19 @@ def launch_reduction(packed: Tensor, group: dist.ProcessGroup, reduction: Reduct
     return PendingReduction(packed, received, work, reduction)
 
 
+def wait_reduction(pending: PendingReduction) -> None:
+    """Wait until a reduction's data is here, and let go of the message."""
+    if pending.work is not None:
+        pending.work.wait()
+    pending.packed = pending.work = None  # the handle holds the message too
+
+
 def finish_reduction(pending: PendingReduction) -> Tensor:
-    """Wait for a reduction.
+    """What came of a reduction that was waited for.
 
     Returns:
         1D [S], the mean over ranks of this rank's chunks, in the dtype that travelled.
     """
-    if pending.work is not None:
-        pending.work.wait()
-    pending.packed = pending.work = None  # the handle holds the message too
     total = pending.received
     if total.ndim == 2:
         total = sum_in_rank_order(total)

@@ -7,8 +7,6 @@ Left out: tensor and pipeline parallelism, activation checkpointing, compilation
 
 from __future__ import annotations
 
-from collections import Counter
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,8 +34,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
             raise EngineError(f"parallelize: module {name or '(root)'} is sharded already; build a new model")
     plan = build_plan(model, job.plan, reshard_after_forward=job.reshard_after_forward == "always")
     owners = _owners(model)
-    uses = Counter(bucket.name for bucket in plan.buckets)
-    for bucket in plan.buckets:
+    for bucket, label in zip(plan.buckets, plan.labels, strict=True):
         options = GroupOptions(
             mesh=mesh,
             mp_policy=job.mp_policy,
@@ -47,7 +44,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
         )
         managed = [Managed(name, model.get_parameter(name), owners[name]) for name in bucket.params]
         modules = [_hookable(model, name) for name in bucket.modules]
-        shard_group(modules, managed, options, name=bucket.name if uses[bucket.name] == 1 else bucket.params[0])
+        shard_group(modules, managed, options, name=label)
     init_root(attach(model, GroupOptions(mesh=mesh, mp_policy=job.mp_policy)))
     return model
 

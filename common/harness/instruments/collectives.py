@@ -94,18 +94,15 @@ def tally(operators: Iterable[Operator], world_size: int) -> list[CollectiveCoun
     """
     operators = list(operators)
     ranges = [
-        (operator.start_ns, operator.end_ns, operator.name.removeprefix(_RANGE))
+        (operator.start_ns, operator.end_ns, name)
         for operator in operators
-        if operator.name.startswith(_RANGE)
+        if (name := phase_of_range(operator.name)) is not None
     ]
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for operator in operators:
-        # a kernel of a c10d operator may call another one; that is its own affair
-        if not operator.name.startswith(_NAMESPACE) or any(name.startswith(_NAMESPACE) for name in operator.inside):
-            continue
+    for operator in filter(is_collective, operators):
         phases = [name for start, end, name in ranges if start <= operator.start_ns < end]
         if phases:
-            kind, size = _measure(operator, world_size)
+            kind, size = measure_collective(operator, world_size)
             total = totals[phases[-1], kind]
             total[0] += 1
             total[1] += size
@@ -113,7 +110,17 @@ def tally(operators: Iterable[Operator], world_size: int) -> list[CollectiveCoun
     return [CollectiveCount(*key, *totals[key]) for key in order]
 
 
-def _measure(operator: Operator, world_size: int) -> tuple[str, int]:
+def phase_of_range(name: str) -> str | None:
+    """The phase that a range of this name marks; None if it is another one's."""
+    return name.removeprefix(_RANGE) if name.startswith(_RANGE) else None
+
+
+def is_collective(operator: Operator) -> bool:
+    """Whether an event launches a collective; what a kernel of a c10d operator calls in turn is its own affair."""
+    return operator.name.startswith(_NAMESPACE) and not any(name.startswith(_NAMESPACE) for name in operator.inside)
+
+
+def measure_collective(operator: Operator, world_size: int) -> tuple[str, int]:
     """Kind and whole-buffer bytes of one collective; one that is not in the table goes by its own name."""
     name = operator.name.removeprefix(_NAMESPACE)
     form = _FORMS.get(name, _Form(name, None))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, EngineError, ParityError, RankError, RankTimeout
 from common.harness.link.board import SLOTS, Board, Slot
-from common.harness.link.meter import KINDS, LogEntry, Meter, Operation
+from common.harness.link.meter import KINDS, LogEntry, Meter, Operation, Wait
 from common.harness.link.spec import LinkSpec
 
 _UNEVEN = ("all_to_all",)
@@ -118,6 +118,7 @@ class Link:
             RankTimeout: a rank did not issue the operation in time.
             EngineError: a rank issued another operation instead.
         """
+        called_s = time.monotonic()
         if operation.end_s is None:
             self._raise_failure()
             self._await(operation.index, timeout_s or self._timeout_s, operation.kind, lambda board: board.posted)
@@ -128,6 +129,7 @@ class Link:
             time.sleep(operation.end_s - now_s)
             now_s = time.monotonic()
         self._meter.exposed_s += now_s - begin_s
+        self._meter.waits.append(Wait(self._group, operation.index, called_s, now_s))
 
     def settle(self) -> None:
         """Take in every operation of ours, also those that nobody waited for."""

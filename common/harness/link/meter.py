@@ -44,25 +44,37 @@ class LogEntry:
     end_s: float
 
 
+@dataclass(frozen=True)
+class Wait:
+    """One call that waited for an operation, by its group and index, from call to return."""
+
+    group: str
+    index: int
+    start_s: float
+    end_s: float
+
+
 @dataclass
 class Meter:
     """What all links of a rank have seen.
 
     Attributes:
         log: operations that every rank has issued, in the order in which they were taken in.
+        waits: in the order in which they ended.
         exposed_s: slept in waits for the end of an operation: communication that compute did not hide.
         stalled_s: spent in waits until the last rank had issued the operation.
         moving_s: spent on copies and sums, which a real network and GPU would do beside compute.
     """
 
     log: list[LogEntry] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     exposed_s: float = 0.0
     stalled_s: float = 0.0
     moving_s: float = 0.0
 
     def clear(self) -> None:
         """Start again from nothing."""
-        self.log = []
+        self.log, self.waits = [], []
         self.exposed_s = self.stalled_s = self.moving_s = 0.0
 
 
