@@ -29,6 +29,7 @@ from common.harness.link.board import pieces_of
 from common.harness.link.link import Link
 from common.harness.link.meter import Operation
 from common.harness.link.reductions import check_reduction, reduce_into
+from common.harness.link.terms import terms_of
 
 
 def all_gather(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Operation:
@@ -49,6 +50,7 @@ def all_gather(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Sequence[
         wire=sum(sizes) * (link.size - 1),
         payload=[_bytes(tensor) for tensor in inputs],
         receive=receive,
+        terms=terms_of(inputs),
     )
 
 
@@ -70,7 +72,12 @@ def reduce_scatter(link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequ
 
     size = sum(sizes)
     return link.issue(
-        "reduce_scatter", size=size, wire=size * (link.size - 1) // link.size, payload=payload, receive=receive
+        "reduce_scatter",
+        size=size,
+        wire=size * (link.size - 1) // link.size,
+        payload=payload,
+        receive=receive,
+        terms=terms_of(outputs, op=op),
     )
 
 
@@ -80,14 +87,14 @@ def all_reduce(link: Link, tensors: Sequence[Tensor], op: str) -> Operation:
         check_reduction(op, tensor.dtype)
     size = sum(map(_size, tensors))
     wire = 2 * size * (link.size - 1) // link.size
-    return _reduce_in_place(link, "all_reduce", tensors, op, wire, writes=True)
+    return _reduce_in_place(link, "all_reduce", tensors, op, wire)
 
 
 def reduce(link: Link, tensors: Sequence[Tensor], op: str, root: int) -> Operation:
     """Reduce each tensor in place at the root; elsewhere they stay what they are."""
     for tensor in tensors:
         check_reduction(op, tensor.dtype)
-    return _reduce_in_place(link, "reduce", tensors, op, sum(map(_size, tensors)), writes=link.rank == root)
+    return _reduce_in_place(link, "reduce", tensors, op, sum(map(_size, tensors)), root=root)
 
 
 def broadcast(link: Link, tensors: Sequence[Tensor], root: int) -> Operation:
@@ -100,7 +107,8 @@ def broadcast(link: Link, tensors: Sequence[Tensor], root: int) -> Operation:
                 _fill([tensor], [piece.view(tensor.dtype)])
 
     payload = [_bytes(tensor) for tensor in tensors] if link.rank == root else []
-    return link.issue("broadcast", size=sum(sizes), wire=sum(sizes), payload=payload, receive=receive)
+    size, terms = sum(sizes), terms_of(tensors, root=root)
+    return link.issue("broadcast", size=size, wire=size, payload=payload, receive=receive, terms=terms)
 
 
 def all_to_all(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operation:
@@ -122,7 +130,9 @@ def all_to_all(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
             _fill([target], [piece.view(target.dtype)])
 
     wire = max(sum(sizes) - sizes[link.rank] for sizes in (sent, wanted))
-    return link.issue("all_to_all", size=sum(sent), wire=wire, payload=[table, *payload], receive=receive)
+    # one tensor stands for all: torch has seen that their dtypes are equal, and their sizes may differ
+    terms = terms_of(inputs[:1])
+    return link.issue("all_to_all", size=sum(sent), wire=wire, payload=[table, *payload], receive=receive, terms=terms)
 
 
 def gather(link: Link, tensor: Tensor, outputs: Sequence[Tensor], root: int) -> Operation:
@@ -136,7 +146,12 @@ def gather(link: Link, tensor: Tensor, outputs: Sequence[Tensor], root: int) -> 
             _fill(outputs, [payload[:size].view(dtype) for payload in payloads])
 
     return link.issue(
-        "gather", size=size * link.size, wire=size * (link.size - 1), payload=[_bytes(tensor)], receive=receive
+        "gather",
+        size=size * link.size,
+        wire=size * (link.size - 1),
+        payload=[_bytes(tensor)],
+        receive=receive,
+        terms=terms_of([tensor], root=root),
     )
 
 
@@ -151,7 +166,14 @@ def scatter(link: Link, inputs: Sequence[Tensor], output: Tensor, root: int) -> 
         _fill([output], [piece.view(output.dtype)])
 
     payload = [_bytes(tensor) for tensor in inputs] if link.rank == root else []
-    return link.issue("scatter", size=size * link.size, wire=size * (link.size - 1), payload=payload, receive=receive)
+    return link.issue(
+        "scatter",
+        size=size * link.size,
+        wire=size * (link.size - 1),
+        payload=payload,
+        receive=receive,
+        terms=terms_of([output], root=root),
+    )
 
 
 def barrier(link: Link) -> Operation:
@@ -160,18 +182,20 @@ def barrier(link: Link) -> Operation:
 
 
 def _reduce_in_place(
-    link: Link, kind: str, tensors: Sequence[Tensor], op: str, wire: int, *, writes: bool
+    link: Link, kind: str, tensors: Sequence[Tensor], op: str, wire: int, *, root: int | None = None
 ) -> Operation:
+    """Reduce on one rank, or on all if there is no root."""
     sizes = [_size(tensor) for tensor in tensors]
 
     def receive(payloads: list[Tensor]) -> None:
-        if writes:
+        if root in (None, link.rank):
             pieces = [pieces_of(payload, sizes) for payload in payloads]
             for place, tensor in enumerate(tensors):
                 _reduce([rows[place] for rows in pieces], tensor, op)
 
     payload = [_bytes(tensor) for tensor in tensors]
-    return link.issue(kind, size=sum(sizes), wire=wire, payload=payload, receive=receive)
+    terms = terms_of(tensors, op=op, root=root)
+    return link.issue(kind, size=sum(sizes), wire=wire, payload=payload, receive=receive, terms=terms)
 
 
 def _reduce(pieces: Sequence[Tensor], target: Tensor, op: str) -> None:

@@ -73,10 +73,14 @@ class Links:
         return self._links[group]
 
     def close(self, *, failed: bool) -> None:
-        """End all links; see `Link.settle` and `Link.close`."""
+        """End all links; see `Link.settle` and `Link.close`.
+
+        After a failure, be it that of one link which the program has caught, none is waited for: ranks that went
+        different ways do not end together.
+        """
         links = list(self._links.values())
         try:
-            if not failed:
+            if not failed and not any(link.failure for link in links):
                 # First every link takes in what it has, then each waits for its peers to have done so: whichever
                 # order they close in, nobody waits for one that waits for him.
                 for link in links:
@@ -84,8 +88,9 @@ class Links:
                 for link in links:
                     link.await_peers()
         finally:
+            failure = next((link.failure for link in links if link.failure), None)
             for link in links:
-                link.close()
+                link.close(failure)
             self._links.clear()
 
 
