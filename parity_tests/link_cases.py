@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +427,37 @@ def caught(call: Callable[[], object]) -> str:
         except ParityError as error:
             text = f"{type(error).__name__}: {error}"
     return text
+
+
+def shared_elements(ctx: RankContext) -> tuple[dict[str, str], Tensor]:
+    """What a rank is told that lets collectives write where elements share memory; a sum where they only interleave."""
+    me, flat = ctx.rank, torch.ones(8)
+    tensors = {
+        "expanded": lambda: torch.ones(1).expand(4),
+        "slid": lambda: torch.arange(3.0).as_strided((2, 2), (1, 1)),
+    }
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "all_reduce": lambda x: dist.all_reduce(x),
+        "all_reduce many": lambda x: world().allreduce_coalesced([flat, x]),
+        "reduce": lambda x: dist.reduce(x, 0),
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "all_gather": lambda x: gather_into(x, flat[:2], async_op=False),
+        "all_gather list": lambda x: dist.all_gather([torch.ones(x.shape), x], torch.ones(x.shape)),
+        "reduce_scatter": lambda x: scatter_into(x, flat, Ops.SUM, async_op=False),
+        "all_to_all": lambda x: dist.all_to_all_single(x, torch.ones(x.shape)),
+        "gather": lambda x: dist.gather(torch.ones(x.shape), [torch.ones(x.shape), x], dst=me),
+        "scatter": lambda x: dist.scatter(x, [torch.ones(x.shape)] * 2 if me == 0 else None, src=0),
+    }
+    texts = {
+        f"{name}, {kind}": caught(partial(call, make()))
+        for name, call in calls.items()
+        for kind, make in tensors.items()
+    }
+    interleaved = torch.arange(8.0).as_strided((3, 2), (2, 3))
+    with emulate(FREE, timeout_s=30):
+        dist.all_reduce(interleaved)
+        gather_into(torch.zeros(8), torch.ones(1).expand(4), async_op=False)  # an input may share its elements
+    return texts, interleaved
 
 
 def left_behind(ctx: RankContext, is_connected: bool, is_reused: bool) -> tuple[str, list[float]]:

@@ -246,6 +246,19 @@ def test_link_error_names_the_terms_on_which_ranks_disagree(pool: RankPool) -> N
         assert theirs[name] == ours[name]
 
 
+def test_link_refuses_to_write_where_elements_share_memory(pool: RankPool) -> None:
+    """Every collective that writes refuses such a tensor on every rank, with the way out, before anything is sent.
+
+    Strides that interleave without meeting are no such case: their sum is right.
+    """
+    for texts, total in pool.run(cases.shared_elements, ranks=2):
+        assert len(texts) == 20
+        for name, text in texts.items():
+            kind, strides = name.split()[0].strip(","), r"\[4\] with strides \[0\]" if "exp" in name else r"\[1, 1\]"
+            assert re.match(rf"EngineError: link: {kind}: .*{strides}.*\.contiguous\(\)$", text), (name, text)
+        assert total.tolist() == [[0.0, 6.0], [4.0, 10.0], [8.0, 14.0]]
+
+
 @pytest.mark.parametrize("is_reused", [False, True], ids=["closed", "reused"])
 @pytest.mark.parametrize("is_connected", [False, True], ids=["unseen", "seen"])
 def test_link_tells_a_slow_rank_why_the_other_left(pool: RankPool, is_connected: bool, is_reused: bool) -> None:

@@ -194,6 +194,7 @@ class Kernels:
         self, out: Tensor, tensor: Tensor, group: Boxed, out_splits: list[int], splits: list[int], *_: Any
     ) -> Boxed:
         link = self._links.of(group)
+        collectives.check_written("all_to_all", [out])  # here, where it is still whole
         inputs, outputs = _split(tensor, splits, link.size), _split(out, out_splits, link.size)
         return self._work(link, collectives.all_to_all(link, inputs, outputs)).boxed()
 
