@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from bench.chance import find_draw
 from bench.judge import REFEREE
 from bench.options import torchrun_ranks
 from bench.store import REPORT
@@ -57,6 +58,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     check_seq(job.seq, limits.max_seq_len)
     build_plan(model, job.plan)
     _check_trainable(model, job, names)
+    _check_chance(model, job)
     _check_memory(model, job, alive)
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
@@ -155,6 +157,16 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
             raise ConfigError(f"{what} draws other numbers on each engine; build it without dropout, or call .eval()")
         if isinstance(module, _BATCH_NORMS):
             raise ConfigError(f"{what} depends on how ranks share the batch; use another norm, or call .eval() on it")
+
+
+def _check_chance(model: nn.Module, job: JobConfig) -> None:
+    """See that the forward of a user's model draws no random numbers by itself; those at home draw none."""
+    draw = find_draw(model, job.seq) if ":" in job.model else None
+    if draw is not None:
+        raise ConfigError(
+            f"model {job.model!r}: its forward calls {draw}, which draws other numbers on each engine; "
+            "build it without dropout or noise, or call .eval()"
+        )
 
 
 def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:

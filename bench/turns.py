@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +20,8 @@ from common.harness.launch import OnProgress, Progress, RankPool
 from common.harness.stopwatch import READY, TURN, Baton, Timed, Timing, time_engine
 from common.job import JobConfig
 
-RUN_TIMEOUT_S = 7 * 24 * 3600.0
-"""For all turns of all engines; `wait_for` keeps the time of each."""
+IDLE_TIMEOUT_S = 7 * 24 * 3600.0
+"""For the turns of all others."""
 POLL_S = 0.2
 
 
@@ -47,14 +46,15 @@ def take_turns(
         for number, engine in enumerate(engines):
             place = Path(folder) / str(number)
             place.mkdir()
-            player = table.enter_context(_Player(engine, job, timing, place, watcher.begin(engine)))
-            player.wait_for(READY, 0, timeout_s)
+            player = table.enter_context(_Player(engine, job, timing, place, timeout_s, watcher.begin(engine)))
+            player.wait_for(READY, 0)
             players.append(player)
         for turn in range(turns):
             # back and forth, so that no engine always works in the wake of the same other one
             for player in players if turn % 2 == 0 else reversed(players):
+                player.allow(timeout_s)
                 player.baton.give()
-                player.wait_for(TURN, turn + 1, timeout_s)
+                player.wait_for(TURN, turn + 1)
         return {player.engine: player.go_home() for player in players}
 
 
@@ -64,7 +64,9 @@ class _Player:
     As a context it ends with its ranks gone, whatever ended the body.
     """
 
-    def __init__(self, engine: str, job: JobConfig, timing: Timing, folder: Path, hear: OnProgress) -> None:
+    def __init__(
+        self, engine: str, job: JobConfig, timing: Timing, folder: Path, timeout_s: float, hear: OnProgress
+    ) -> None:
         self.engine = engine
         self.baton = Baton(folder, job.ranks)
         self._hear = hear
@@ -73,29 +75,31 @@ class _Player:
         self._error: BaseException | None = None
         self._pool = RankPool(job.ranks)
         self._ranks = range(job.ranks if load_engine(engine).data_parallel else 1)
-        self._thread = threading.Thread(target=self._run, args=(job, timing, folder), name=engine, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(job, timing, folder, timeout_s), name=engine, daemon=True
+        )
         self._thread.start()
 
-    def wait_for(self, phase: str, done: int, timeout_s: float) -> None:
-        """Return when each rank has reported `phase`; raise what ended a rank before that."""
-        deadline = time.monotonic() + timeout_s
+    def allow(self, timeout_s: float) -> None:
+        """Give the ranks this much time for what they do next; the pool finds out who hangs, and where."""
+        self._pool.allow(timeout_s)
+
+    def wait_for(self, phase: str, done: int) -> None:
+        """Return when each rank has reported `phase`; raise what ended a rank before that, or kept it too long."""
         missing = set(self._ranks)
         while missing:
-            try:
-                report = self._reports.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                late = ", ".join(str(rank) for rank in sorted(missing))
-                raise RankTimeout(
-                    f"engine {self.engine!r}: rank {late} did not come to {phase} {done} within {timeout_s:g} s",
-                    rank=min(missing),
-                ) from None
+            report = self._reports.get()
             if report is None:
                 self._thread.join()
+                if isinstance(self._error, RankTimeout):
+                    text = f"engine {self.engine!r}, {phase} {done}: {self._error}"
+                    raise RankTimeout(text, rank=self._error.rank, detail=self._error.detail)
                 raise self._error or AssertionError(f"{self.engine}: ranks went home before {phase} {done}")
             rank, progress = report
             self._hear(rank, progress)
             if (progress.phase, progress.done) == (phase, done):
                 missing.discard(rank)
+        self.allow(IDLE_TIMEOUT_S)
 
     def go_home(self) -> list[Timed]:
         """No more turns: wait for the ranks' results."""
@@ -117,7 +121,7 @@ class _Player:
                 self._pool.interrupt()  # again and again, since ranks may be about to start
             self._thread.join(POLL_S)
 
-    def _run(self, job: JobConfig, timing: Timing, folder: Path) -> None:
+    def _run(self, job: JobConfig, timing: Timing, folder: Path, timeout_s: float) -> None:
         try:
             with self._pool as pool:
                 self._results = pool.run(
@@ -127,7 +131,7 @@ class _Player:
                     timing,
                     folder,
                     ranks=job.ranks,
-                    timeout_s=RUN_TIMEOUT_S,
+                    timeout_s=timeout_s,
                     on_progress=lambda rank, progress: self._reports.put((rank, progress)),
                 )
         except BaseException as error:  # told to the thread that waits for this one

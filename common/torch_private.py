@@ -11,6 +11,11 @@ no shapes inside tensor lists and no addresses, the exported trace no dtypes ins
 
 Maps over nested tuples, lists and dicts; Dynamo traces it, which it does not do with a recursion of ours.
 
+    torch.utils._python_dispatch.TorchDispatchMode, torch._ops.OpOverload()._schema
+
+The mode sees every operator of a forward, with the tags by which torch knows those that draw random numbers; the schema
+names its arguments.
+
     torch.distributed.distributed_c10d.ProcessGroupGloo, its `_Options` with `_devices`, `_timeout` and `_threads`
 
 The only way to choose how many threads run a gloo group's collectives; see `one_thread_per_gloo_group`.
@@ -59,9 +64,16 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map as tree_map
 
 RecordFunctionFast = _RecordFunctionFast
+
+
+def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator was given, by the names of its schema."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 @dataclass(frozen=True, slots=True)

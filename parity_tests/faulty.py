@@ -205,6 +205,11 @@ def mismatch(context: RankContext) -> None:
     dist.barrier()
 
 
+def mismatch_sizes(context: RankContext) -> None:
+    """Rank 0 gets more than it asked for, at which gloo ends the process."""
+    dist.all_reduce(torch.ones(1000 if context.rank else 4))
+
+
 def wait_for_gift(source: int) -> None:
     dist.recv(torch.ones(1), src=source)
 

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,121 @@ def errors_of(ctx: RankContext, what: str) -> str:
     except (ParityError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def disagreements(ctx: RankContext) -> dict[str, str]:
+    """What two ranks are told that issue collectives of one kind and size with different terms."""
+    me, ones = ctx.rank, torch.ones
+    x, pair = ones(4), [ones(4), ones(4)]
+    splits = [ones(1 + 2 * me), ones(3 - 2 * me)]
+    other = torch.int32 if me else torch.float32
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: dist.broadcast(x, me),
+        "reduce": lambda: dist.reduce(x, me),
+        "gather": lambda: dist.gather(x, pair, dst=me),
+        "scatter": lambda: dist.scatter(x, pair, src=me),
+        "reduction": lambda: dist.all_reduce(x, op=Ops.MAX if me else Ops.SUM),
+        "dtype": lambda: dist.all_reduce(x.to(other)),
+        "exchange": lambda: dist.all_to_all_single(ones(4, dtype=other), x.to(other)),
+        "splits": lambda: world().allgather_into_tensor_coalesced([ones(2 * len(s)) for s in splits], splits).wait(),
+    }
+    return {name: caught(call) for name, call in calls.items()}
+
+
+def caught(call: Callable[[], object]) -> str:
+    """The error of a call over a link, caught inside; leaving the link must not raise another."""
+    text = ""
+    with emulate(FREE, timeout_s=30):
+        try:
+            call()
+        except ParityError as error:
+            text = f"{type(error).__name__}: {error}"
+    return text
+
+
+def shared_elements(ctx: RankContext) -> tuple[dict[str, str], Tensor]:
+    """What a rank is told that lets collectives write where elements share memory; a sum where they only interleave."""
+    me, flat = ctx.rank, torch.ones(8)
+    tensors = {
+        "expanded": lambda: torch.ones(1).expand(4),
+        "slid": lambda: torch.arange(3.0).as_strided((2, 2), (1, 1)),
+    }
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "all_reduce": lambda x: dist.all_reduce(x),
+        "all_reduce many": lambda x: world().allreduce_coalesced([flat, x]),
+        "reduce": lambda x: dist.reduce(x, 0),
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "all_gather": lambda x: gather_into(x, flat[:2], async_op=False),
+        "all_gather list": lambda x: dist.all_gather([torch.ones(x.shape), x], torch.ones(x.shape)),
+        "reduce_scatter": lambda x: scatter_into(x, flat, Ops.SUM, async_op=False),
+        "all_to_all": lambda x: dist.all_to_all_single(x, torch.ones(x.shape)),
+        "gather": lambda x: dist.gather(torch.ones(x.shape), [torch.ones(x.shape), x], dst=me),
+        "scatter": lambda x: dist.scatter(x, [torch.ones(x.shape)] * 2 if me == 0 else None, src=0),
+    }
+    texts = {
+        f"{name}, {kind}": caught(partial(call, make()))
+        for name, call in calls.items()
+        for kind, make in tensors.items()
+    }
+    interleaved = torch.arange(8.0).as_strided((3, 2), (2, 3))
+    with emulate(FREE, timeout_s=30):
+        dist.all_reduce(interleaved)
+        gather_into(torch.zeros(8), torch.ones(1).expand(4), async_op=False)  # an input may share its elements
+    return texts, interleaved
+
+
+def left_behind(ctx: RankContext, is_connected: bool, is_reused: bool) -> tuple[str, list[float]]:
+    """What a slow rank is told, and what is in its tensor, after the other one has left a link that failed.
+
+    Args:
+        ctx: of rank 0, which leaves, and rank 1, which has issued the same and another operation and then waits.
+        is_connected: rank 1 has seen rank 0's memory before.
+        is_reused: after rank 0 has left, its file descriptors are those of other files.
+    """
+    store, x = world().get_group_store(), torch.ones(4)
+    key, others = f"{is_connected} {is_reused}", []
+    text = ""
+    with emulate(FREE, timeout_s=30):
+        if is_connected:
+            dist.barrier()
+        if ctx.rank == 0:
+            store.wait([f"{key} issued"])
+        try:
+            first = dist.all_reduce(x, async_op=True)
+            second = (
+                dist.all_reduce(torch.ones(5)) if ctx.rank == 0 else dist.broadcast(torch.ones(5), 1, async_op=True)
+            )
+            assert first is not None and second is not None
+            store.set(f"{key} issued", "")
+            store.wait([f"{key} left"])
+            first.wait()
+        except ParityError as error:
+            text = f"{type(error).__name__}: {error}"
+    if ctx.rank == 0:
+        if is_reused:
+            others = [os.memfd_create("another") for _ in range(8)]
+            for file in others:
+                os.write(file, b"\1" * (1 << 20))
+        store.set(f"{key} left", "")
+        store.wait([f"{key} told"])
+    else:
+        store.set(f"{key} told", "")
+    for file in others:
+        os.close(file)
+    return text, x.tolist()
+
+
+def failure_beside(ctx: RankContext) -> str:
+    """What ranks are told whose link fails while that of another group has an operation that only one has issued."""
+    group = dist.new_group([0, 1])
+
+    def call() -> None:
+        dist.barrier(group=group)
+        if ctx.rank == 0:
+            dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        dist.broadcast(torch.ones(3), ctx.rank)
+
+    return caught(call)
 
 
 def premultiplied(factor: float) -> Any:

@@ -103,6 +103,8 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("scalar parameter", ("compare", "--model", f"{ENGINES}.models:with_scalar"), "'scale': has no dimensions"),
     ("dropout", ("compare", "--model", f"{ENGINES}.models:with_dropout"), "module '1', a Dropout in training mode"),
     ("dropout inside", ("compare", "--model", f"{ENGINES}.models:with_dropout_inside"), "module '1', a GRU"),
+    ("functional dropout", ("compare", "--model", f"{ENGINES}.models:with_functional_dropout"), "bernoulli_ (/"),
+    ("attention dropout", ("compare", "--model", f"{ENGINES}.models:with_attention_dropout"), "engines/models.py:"),
     ("noise", ("compare", "--model", f"{ENGINES}.models:with_noise"), "module '1', a RReLU"),
     ("sync batch norm", ("compare", "--model", f"{ENGINES}.models:with_sync_batch_norm"), "how ranks share the batch"),
     ("batch norm", ("compare", "--model", f"{ENGINES}.models:with_batch_norm"), "how ranks share the batch"),
@@ -180,6 +182,14 @@ def test_missing_python_headers_end_in_one_line(monkeypatch: pytest.MonkeyPatch,
     """A Python without its C headers is told before Inductor fails on it."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert_one_line(call("compare"), 2, "Python.h", str(tmp_path), "python3-dev")
+
+
+@pytest.mark.parametrize("model", ["that_drops_nothing", "that_looks_at_numbers"])
+def test_model_that_draws_nothing_passes(model: str, tmp_path: Path) -> None:
+    """Dropout of zero or out of training, noise from a generator of its own, and a forward that needs real numbers."""
+    options = parse(("compare", "--out", str(tmp_path), "--model", f"{ENGINES}.models:{model}"))
+    assert isinstance(options, CompareOptions)
+    bench.preflight.check(options.job, options.reference, options.engines, options.out)
 
 
 def test_compiler_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -284,9 +284,27 @@ def test_stopped_rank_is_named(fragile: RankPool) -> None:
 def test_mismatched_collectives_are_told_from_a_hang(fragile: RankPool) -> None:
     """When all ranks wait for each other, each one's place is shown."""
     error = fail(fragile, faulty.mismatch, timeout_s=HANG_TIMEOUT_S)
-    assert type(error) is RankTimeout and "collectives that do not match" in str(error)
+    assert type(error) is RankTimeout and "collectives that do not match; ranks may have" in str(error)
     assert "rank 0 in recv at wait_for_gift (parity_tests/faulty.py:" in str(error)
     assert "rank 1 in barrier at mismatch (parity_tests/faulty.py:" in str(error)
+
+
+def test_abort_of_gloo_is_explained(fragile: RankPool) -> None:
+    """A rank that gloo ends, since another one sent more than it asked for, is named with the likely reason."""
+    error = fail(fragile, faulty.mismatch_sizes)
+    assert error.rank == 0 and error.exit_code == 3
+    assert str(error).startswith("rank 0 was killed by SIGABRT: ranks may have issued different collectives; within")
+    assert "gloo::EnforceNotMet" in error.detail
+
+
+def test_deadline_can_be_moved_while_ranks_work(fragile: RankPool) -> None:
+    """What `allow` gives counts instead of the run's timeout."""
+
+    def hear(rank: int, progress: Progress) -> None:
+        fragile.allow(0.25)
+
+    error = fail(fragile, faulty.hang_while_others_wait, 1, ranks=2, timeout_s=600, on_progress=hear)
+    assert type(error) is RankTimeout and "within 0.25 s" in str(error)
 
 
 def test_rank_that_returned_without_a_collective_is_named(fragile: RankPool) -> None:

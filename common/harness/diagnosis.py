@@ -38,6 +38,10 @@ LINK = os.path.join(os.path.dirname(__file__), "link", "")
 COLLECTIVE_FILES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 """Where the functions live that a user knows a collective by, below torch's folder."""
 
+MISMATCH = "ranks may have issued different collectives; within common.harness.link.emulate an error names them"
+"""For what plain gloo does not explain: it hangs, or aborts when a message has another size than it expects."""
+GLOO_ABORT = "gloo::EnforceNotMet"
+
 STATES = {"T": "stopped by a signal", "D": "in uninterruptible I/O", "Z": "dead"}
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -173,7 +177,8 @@ class Failure:
     def __str__(self) -> str:
         after = f" (at {self.progress})" if self.progress else ""
         if isinstance(self.what, Died):
-            return f"rank {self.rank} {self.what.how}{after}"
+            why = f": {MISMATCH}" if GLOO_ABORT in self.output else ""
+            return f"rank {self.rank} {self.what.how}{after}{why}"
         return f"rank {self.rank}: {self.what.summary}{after}"
 
 
@@ -220,7 +225,7 @@ def blame_hang(unfinished: Sequence[Unfinished], returned: Sequence[int], timeou
     else:
         text = (
             f"{_listed(waiting)} did not finish {within}: each waits for the others, "
-            "since they called collectives that do not match"
+            f"since they called collectives that do not match; {MISMATCH}"
         )
     blamed = (hung or waiting)[0]
     detail = "\n".join(f"--- {one}\n{one.stack.text}" for one in unfinished)

@@ -48,6 +48,22 @@ Ts = TypeVarTuple("Ts")
 M = TypeVar("M")
 
 
+class _Deadline:
+    """When a wait is over; another thread than the one that waits may move it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.allow(timeout_s)
+
+    def allow(self, timeout_s: float) -> None:
+        """Begin again, with this much time."""
+        self.timeout_s, self._end_s = timeout_s, time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        """What is left of it."""
+        return self._end_s - time.monotonic()
+
+
 class RankPool:
     """Up to `max_ranks` rank processes, started when first needed and used again until the pool is closed.
 
@@ -62,6 +78,7 @@ class RankPool:
             raise ConfigError(f"ranks: expected at least 1, found {max_ranks}")
         self.max_ranks = max_ranks
         self._processes: dict[int, RankProcess] = {}
+        self._deadline = _Deadline(0.0)  # of the present run
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -116,13 +133,18 @@ class RankPool:
             for process in processes:
                 process.progress = None
                 process.send(task)
-            finished = _gather(processes, Finished, timeout_s, on_progress)
+            self._deadline = _Deadline(timeout_s)
+            finished = _gather(processes, Finished, self._deadline, on_progress)
             for process in processes:
                 process.send(Release())
-            _gather(processes, Idle, RELEASE_TIMEOUT_S)
+            _gather(processes, Idle, _Deadline(RELEASE_TIMEOUT_S))
             for process in processes:
                 _forward_output(process)
         return [pickle.loads(message.result) for message in finished]
+
+    def allow(self, timeout_s: float) -> None:
+        """From `on_progress` or another thread: the present run has this much time from now on, as if it began."""
+        self._deadline.allow(timeout_s)
 
     def interrupt(self) -> None:
         """End the workers from another thread than the one that runs: its run then raises RankError."""
@@ -163,7 +185,7 @@ class RankPool:
         for rank in missing:
             self._processes[rank] = RankProcess(rank)
         new = [self._processes[rank] for rank in missing]
-        for process, started in zip(new, _gather(new, Started, START_TIMEOUT_S), strict=True):
+        for process, started in zip(new, _gather(new, Started, _Deadline(START_TIMEOUT_S)), strict=True):
             process.main_thread = started.main_thread
         return [self._processes[rank] for rank in range(ranks)]
 
@@ -178,7 +200,7 @@ class RankPool:
 
 
 def _gather(
-    processes: Sequence[RankProcess], expected: type[M], timeout_s: float, on_progress: OnProgress | None = None
+    processes: Sequence[RankProcess], expected: type[M], deadline: _Deadline, on_progress: OnProgress | None = None
 ) -> list[M]:
     """One message of type `expected` from each process, by rank.
 
@@ -186,12 +208,11 @@ def _gather(
         RankError, ConfigError: a rank failed.
         RankTimeout: one sent nothing of the kind in time.
     """
-    deadline = time.monotonic() + timeout_s
     answers: dict[int, M] = {}
     while len(answers) < len(processes):
-        remaining_s = deadline - time.monotonic()
+        remaining_s = deadline.remaining_s
         if remaining_s <= 0:
-            raise _hang(processes, answers, timeout_s)
+            raise _hang(processes, answers, deadline.timeout_s)
         for process, message in _listen(processes, min(remaining_s, TICK_S)):
             if isinstance(message, expected):
                 answers[process.rank] = message

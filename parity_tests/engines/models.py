@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Bigram(nn.Module):
@@ -51,6 +52,46 @@ def with_dropout() -> nn.Module:
 
 def with_dropout_inside() -> nn.Module:
     return nn.Sequential(nn.Embedding(256, 8), nn.GRU(8, 8, num_layers=2, dropout=0.1))
+
+
+class Dropping(nn.Module):
+    """`Bigram`, and functions that drop with probability `p`; the noise has a generator of its own."""
+
+    def __init__(self, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = Bigram()
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner.embed(tokens).unsqueeze(1)
+        hidden = F.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=self.attention_dropout)
+        hidden = F.dropout(F.dropout(hidden.squeeze(1), self.dropout), 0.5, training=False)
+        noise = torch.rand(6, generator=torch.Generator().manual_seed(1)).to(hidden.device)
+        logits: torch.Tensor = self.inner.head(hidden + noise)
+        return logits
+
+
+def that_drops_nothing() -> nn.Module:
+    return Dropping()
+
+
+def with_functional_dropout() -> nn.Module:
+    return Dropping(dropout=0.1)
+
+
+def with_attention_dropout() -> nn.Module:
+    return Dropping(attention_dropout=0.1)
+
+
+class Looking(Bigram):
+    """Looks at its numbers, which the meta device does not have."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (2.0 if tokens.max().item() > 9 else 1.0)
+
+
+def that_looks_at_numbers() -> nn.Module:
+    return Looking()
 
 
 def with_noise() -> nn.Module:

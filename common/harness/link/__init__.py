@@ -10,6 +10,7 @@ link to compute, not the speed of a GPU.
     link.py         one FIFO link: time model, waiting, log
     meter.py        the log, and the sums
     reductions.py   sums in rank order
+    terms.py        root, reduction and dtypes, on which ranks must agree
     collectives.py  what each collective sends and writes
     kernels.py      c10d's kernels, links by group
     emulation.py    on and off

@@ -33,7 +33,7 @@ SLOTS = 4096
 ALIGNMENT = 64
 NAME = "fsdp-link"
 
-_SLOT = struct.Struct("=dqqqqqq8x")
+_SLOT = struct.Struct("=dqqqiIqq8s")
 _WORD_AT, _POSTED_AT, _CONSUMED_AT, _SLOTS_AT = 0, 64, 128, 4096
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -49,8 +49,10 @@ class Slot(NamedTuple):
         size: bytes of the full buffer, equal on all ranks unless shares are uneven.
         wire: bytes on the wire, by this rank's shares.
         file: descriptor of the file that holds the payload, in the rank's process; -1 for an empty payload.
+        inode: of that file; see `Memory`.
         offset: of the payload in that file.
         length: of the payload, padding included.
+        terms: what else the ranks must agree on; see `terms_of`.
     """
 
     issue_s: float
@@ -58,8 +60,10 @@ class Slot(NamedTuple):
     size: int
     wire: int
     file: int
+    inode: int
     offset: int
     length: int
+    terms: bytes
 
 
 class Timespec(ctypes.Structure):
@@ -77,25 +81,39 @@ def futex_number() -> int | None:
 class Memory:
     """An anonymous file, mapped: our own, or a peer's.
 
+    A descriptor alone does not name it: once its owner has closed it, the same number may be another file's.
+
     Attributes:
         file: its descriptor in the process that made it.
+        inode: the number that the kernel knows it by, as far as it fits into a slot.
         map: the mapping.
         data: the same as a tensor of bytes.
     """
 
-    def __init__(self, size: int, *, pid: int | None = None, file: int = -1) -> None:
-        """Make a file of `size` bytes, or map what process `pid` knows as `file`."""
+    def __init__(self, size: int, *, pid: int | None = None, file: int = -1, inode: int = 0) -> None:
+        """Make a file of `size` bytes, or map what process `pid` knows as `file`.
+
+        Raises:
+            FileNotFoundError, ProcessLookupError: the process has closed it, or is gone.
+            PermissionError: it is not ours to read.
+        """
         if pid is None:
             self._own = os.memfd_create(NAME)
             os.ftruncate(self._own, size)
-            self.file, self.map = self._own, mmap.mmap(self._own, size)
+            self.file, self.inode, self.map = self._own, _inode(self._own), mmap.mmap(self._own, size)
         else:
-            self._own, self.file = -1, file
-            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+            self._own, self.file, self.inode = -1, file, inode
+            found = os.open(f"/proc/{pid}/fd/{file}", os.O_PATH)  # whatever it is, a socket too
             try:
-                self.map = mmap.mmap(opened, os.fstat(opened).st_size)
+                if _inode(found) != inode:
+                    raise FileNotFoundError(f"descriptor {file} of process {pid} is another file by now")
+                opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
+                try:
+                    self.map = mmap.mmap(opened, os.fstat(opened).st_size)
+                finally:
+                    os.close(opened)
             finally:
-                os.close(opened)
+                os.close(found)
         self.data = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -140,13 +158,13 @@ class Board:
     """What one rank shows the others; see [Note: publication].
 
     Args:
-        peer: process id and file descriptor of the owner; None makes a board of our own.
+        peer: the owner's `address`; None makes a board of our own.
         arena_bytes: size of the first arena; one more is added whenever a payload finds no room.
     """
 
-    def __init__(self, peer: tuple[int, int] | None = None, *, arena_bytes: int = 0) -> None:
-        pid, file = peer or (None, -1)
-        self._memory = Memory(_SLOTS_AT + SLOTS * _SLOT.size, pid=pid, file=file)
+    def __init__(self, peer: tuple[int, int, int] | None = None, *, arena_bytes: int = 0) -> None:
+        pid, file, inode = peer or (None, -1, 0)
+        self._memory = Memory(_SLOTS_AT + SLOTS * _SLOT.size, pid=pid, file=file, inode=inode)
         self._pid = pid
         self._process = os.pidfd_open(pid) if pid is not None else -1
         view = memoryview(self._memory.map)
@@ -155,12 +173,12 @@ class Board:
         self._word = ctypes.c_int32.from_buffer(self._memory.map, _WORD_AT)
         self._arena_bytes = arena_bytes
         self._arenas: list[Arena] = []
-        self._files: dict[int, Memory] = {}
+        self._files: dict[tuple[int, int], Memory] = {}
 
     @property
-    def address(self) -> tuple[int, int]:
-        """What a peer needs to open this board."""
-        return os.getpid(), self._memory.file
+    def address(self) -> tuple[int, int, int]:
+        """What a peer needs to open this board: process, file descriptor and inode."""
+        return os.getpid(), self._memory.file, self._memory.inode
 
     @property
     def posted(self) -> int:
@@ -193,17 +211,21 @@ class Board:
 
     # --- the owner's side
 
-    def place(self, payload: Sequence[Tensor], operation: int, done: int) -> tuple[int, int, int]:
-        """Copy pieces of bytes into an arena, each at a multiple of 64; return file, offset and length for the slot."""
+    def place(self, payload: Sequence[Tensor], operation: int, done: int) -> tuple[int, int, int, int]:
+        """Copy pieces of bytes into an arena, each at a multiple of 64.
+
+        Returns:
+            File, inode, offset and length for the slot.
+        """
         size = sum(padded(piece.numel()) for piece in payload)
         if not size:
-            return -1, 0, 0
+            return -1, 0, 0, 0
         arena, offset = self._room(size, operation, done)
         at = offset
         for piece in payload:
             arena.memory.data[at : at + piece.numel()].copy_(piece)
             at += padded(piece.numel())
-        return arena.memory.file, offset, size
+        return arena.memory.file, arena.memory.inode, offset, size
 
     def _room(self, size: int, operation: int, done: int) -> tuple[Arena, int]:
         for arena in self._arenas:
@@ -244,15 +266,15 @@ class Board:
         """The bytes [n] that the owner posted with an operation, in place."""
         if slot.file < 0:
             return self._memory.data[:0]
-        return self._file(slot.file).data[slot.offset : slot.offset + slot.length]
+        return self._file(slot.file, slot.inode).data[slot.offset : slot.offset + slot.length]
 
-    def _file(self, file: int) -> Memory:
+    def _file(self, file: int, inode: int) -> Memory:
         for arena in self._arenas:
             if arena.memory.file == file:
                 return arena.memory
-        if file not in self._files:
-            self._files[file] = Memory(0, pid=self._pid, file=file)
-        return self._files[file]
+        if (file, inode) not in self._files:
+            self._files[file, inode] = Memory(0, pid=self._pid, file=file, inode=inode)
+        return self._files[file, inode]
 
     @property
     def changes(self) -> int:
@@ -263,6 +285,10 @@ class Board:
         """Sleep until `changes` is not `seen` any more, or time is up."""
         timeout = Timespec(int(limit_s), int(limit_s % 1 * 1e9))
         _futex(self._word, _FUTEX_WAIT, seen, ctypes.byref(timeout))
+
+
+def _inode(file: int) -> int:
+    return os.fstat(file).st_ino & 0xFFFFFFFF
 
 
 def padded(size: int, to: int = ALIGNMENT) -> int:

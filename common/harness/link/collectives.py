@@ -15,6 +15,12 @@ W ranks; n bytes is one rank's share, N = W n the full buffer; sizes are those t
     barrier         0             0                    nothing
 
 Coalesced calls are one operation. Tensors need not be contiguous, outputs may be the inputs or parts of them.
+
+[Note: shared elements]
+A tensor that is written must not be one whose elements share memory, such as an expanded one. gloo refuses it where it
+copies results out; elsewhere it takes `numel` elements from the tensor's first address on, and so reads, and writes,
+past the end of its memory, at the root of a broadcast too. Here it is refused on every rank. An input may share
+elements.
 """
 
 from __future__ import annotations
@@ -29,11 +35,13 @@ from common.harness.link.board import pieces_of
 from common.harness.link.link import Link
 from common.harness.link.meter import Operation
 from common.harness.link.reductions import check_reduction, reduce_into
+from common.harness.link.terms import terms_of
 
 
 def all_gather(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Operation:
     """Gather each of `inputs`; `outputs` has for each either one tensor, for all ranks, or one per rank."""
     for tensor, targets in zip(inputs, outputs, strict=True):
+        check_written("all_gather", targets)
         _check_fit("all_gather", targets, tensor.dtype, tensor.numel() * link.size)
     dtypes, sizes = [tensor.dtype for tensor in inputs], [_size(tensor) for tensor in inputs]
 
@@ -49,11 +57,13 @@ def all_gather(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Sequence[
         wire=sum(sizes) * (link.size - 1),
         payload=[_bytes(tensor) for tensor in inputs],
         receive=receive,
+        terms=terms_of(inputs),
     )
 
 
 def reduce_scatter(link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], op: str) -> Operation:
     """Reduce and scatter each of `inputs`, which is either one tensor, for all ranks, or one per rank."""
+    check_written("reduce_scatter", outputs)
     for tensors, target in zip(inputs, outputs, strict=True):
         check_reduction(op, target.dtype)
         _check_fit("reduce_scatter", tensors, target.dtype, target.numel() * link.size)
@@ -70,7 +80,12 @@ def reduce_scatter(link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequ
 
     size = sum(sizes)
     return link.issue(
-        "reduce_scatter", size=size, wire=size * (link.size - 1) // link.size, payload=payload, receive=receive
+        "reduce_scatter",
+        size=size,
+        wire=size * (link.size - 1) // link.size,
+        payload=payload,
+        receive=receive,
+        terms=terms_of(outputs, op=op),
     )
 
 
@@ -80,18 +95,19 @@ def all_reduce(link: Link, tensors: Sequence[Tensor], op: str) -> Operation:
         check_reduction(op, tensor.dtype)
     size = sum(map(_size, tensors))
     wire = 2 * size * (link.size - 1) // link.size
-    return _reduce_in_place(link, "all_reduce", tensors, op, wire, writes=True)
+    return _reduce_in_place(link, "all_reduce", tensors, op, wire)
 
 
 def reduce(link: Link, tensors: Sequence[Tensor], op: str, root: int) -> Operation:
     """Reduce each tensor in place at the root; elsewhere they stay what they are."""
     for tensor in tensors:
         check_reduction(op, tensor.dtype)
-    return _reduce_in_place(link, "reduce", tensors, op, sum(map(_size, tensors)), writes=link.rank == root)
+    return _reduce_in_place(link, "reduce", tensors, op, sum(map(_size, tensors)), root=root)
 
 
 def broadcast(link: Link, tensors: Sequence[Tensor], root: int) -> Operation:
     """Overwrite each tensor by the root's."""
+    check_written("broadcast", tensors)
     sizes = [_size(tensor) for tensor in tensors]
 
     def receive(payloads: list[Tensor]) -> None:
@@ -100,11 +116,13 @@ def broadcast(link: Link, tensors: Sequence[Tensor], root: int) -> Operation:
                 _fill([tensor], [piece.view(tensor.dtype)])
 
     payload = [_bytes(tensor) for tensor in tensors] if link.rank == root else []
-    return link.issue("broadcast", size=sum(sizes), wire=sum(sizes), payload=payload, receive=receive)
+    size, terms = sum(sizes), terms_of(tensors, root=root)
+    return link.issue("broadcast", size=size, wire=size, payload=payload, receive=receive, terms=terms)
 
 
 def all_to_all(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operation:
     """Send `inputs[r]` to rank r, and receive `outputs[r]` from it."""
+    check_written("all_to_all", outputs)
     payload = [_bytes(tensor) for tensor in inputs]
     sent, wanted = [piece.numel() for piece in payload], [_size(tensor) for tensor in outputs]
     # receivers do not know how long the pieces for others are
@@ -122,12 +140,15 @@ def all_to_all(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
             _fill([target], [piece.view(target.dtype)])
 
     wire = max(sum(sizes) - sizes[link.rank] for sizes in (sent, wanted))
-    return link.issue("all_to_all", size=sum(sent), wire=wire, payload=[table, *payload], receive=receive)
+    # one tensor stands for all: torch has seen that their dtypes are equal, and their sizes may differ
+    terms = terms_of(inputs[:1])
+    return link.issue("all_to_all", size=sum(sent), wire=wire, payload=[table, *payload], receive=receive, terms=terms)
 
 
 def gather(link: Link, tensor: Tensor, outputs: Sequence[Tensor], root: int) -> Operation:
     """Write every rank's tensor to `outputs` at the root."""
     if link.rank == root:
+        check_written("gather", outputs)
         _check_fit("gather", outputs, tensor.dtype, tensor.numel() * link.size)
     size, dtype = _size(tensor), tensor.dtype
 
@@ -136,12 +157,18 @@ def gather(link: Link, tensor: Tensor, outputs: Sequence[Tensor], root: int) -> 
             _fill(outputs, [payload[:size].view(dtype) for payload in payloads])
 
     return link.issue(
-        "gather", size=size * link.size, wire=size * (link.size - 1), payload=[_bytes(tensor)], receive=receive
+        "gather",
+        size=size * link.size,
+        wire=size * (link.size - 1),
+        payload=[_bytes(tensor)],
+        receive=receive,
+        terms=terms_of([tensor], root=root),
     )
 
 
 def scatter(link: Link, inputs: Sequence[Tensor], output: Tensor, root: int) -> Operation:
     """Write to `output` the root's tensor for this rank."""
+    check_written("scatter", [output])
     if link.rank == root:
         _check_fit("scatter", inputs, output.dtype, output.numel() * link.size)
     size = _size(output)
@@ -151,7 +178,14 @@ def scatter(link: Link, inputs: Sequence[Tensor], output: Tensor, root: int) -> 
         _fill([output], [piece.view(output.dtype)])
 
     payload = [_bytes(tensor) for tensor in inputs] if link.rank == root else []
-    return link.issue("scatter", size=size * link.size, wire=size * (link.size - 1), payload=payload, receive=receive)
+    return link.issue(
+        "scatter",
+        size=size * link.size,
+        wire=size * (link.size - 1),
+        payload=payload,
+        receive=receive,
+        terms=terms_of([output], root=root),
+    )
 
 
 def barrier(link: Link) -> Operation:
@@ -159,19 +193,32 @@ def barrier(link: Link) -> Operation:
     return link.issue("barrier", size=0, wire=0, payload=[], receive=lambda payloads: None)
 
 
+def check_written(kind: str, tensors: Sequence[Tensor]) -> None:
+    """See [Note: shared elements]."""
+    for tensor in tensors:
+        if _shares_elements(tensor):
+            raise EngineError(
+                f"link: {kind}: expected a tensor whose elements lie apart, found shape {list(tensor.shape)} with "
+                f"strides {list(tensor.stride())}, whose elements share memory; pass its .contiguous()"
+            )
+
+
 def _reduce_in_place(
-    link: Link, kind: str, tensors: Sequence[Tensor], op: str, wire: int, *, writes: bool
+    link: Link, kind: str, tensors: Sequence[Tensor], op: str, wire: int, *, root: int | None = None
 ) -> Operation:
+    """Reduce on one rank, or on all if there is no root."""
+    check_written(kind, tensors)
     sizes = [_size(tensor) for tensor in tensors]
 
     def receive(payloads: list[Tensor]) -> None:
-        if writes:
+        if root in (None, link.rank):
             pieces = [pieces_of(payload, sizes) for payload in payloads]
             for place, tensor in enumerate(tensors):
                 _reduce([rows[place] for rows in pieces], tensor, op)
 
     payload = [_bytes(tensor) for tensor in tensors]
-    return link.issue(kind, size=sum(sizes), wire=wire, payload=payload, receive=receive)
+    terms = terms_of(tensors, op=op, root=root)
+    return link.issue(kind, size=sum(sizes), wire=wire, payload=payload, receive=receive, terms=terms)
 
 
 def _reduce(pieces: Sequence[Tensor], target: Tensor, op: str) -> None:
@@ -215,6 +262,26 @@ def _shares(tensors: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
     if len(tensors) == ranks:
         return tensors
     return tensors[0].detach().contiguous().view(ranks, -1).unbind() if tensors[0].numel() else [tensors[0]] * ranks
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor have one place in memory."""
+    if tensor.is_contiguous():
+        return False
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            break  # the steps of one dimension fall within another's, and may still miss each other
+        reach += stride * (size - 1)
+    else:
+        return False
+    if dims[0][0] == 0:
+        return True
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places[:, None] + stride * torch.arange(size)).view(-1)
+    return len(places.unique()) < len(places)
 
 
 def _check_fit(kind: str, tensors: Sequence[Tensor], dtype: torch.dtype, numel: int) -> None:

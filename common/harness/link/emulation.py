@@ -28,7 +28,8 @@ def emulate(
 
     It covers groups made before or inside the context, each a link of its own. All ranks of a group enter and leave
     together. On the way out what was never waited for is completed, gloo's kernels are back and the shared memory is
-    gone; after an exception nothing is waited for. For `gloo` nothing is done and the meter stays empty.
+    gone; after an exception, or a failure of a link that was caught inside, nothing is waited for. For `gloo` nothing
+    is done and the meter stays empty.
 
     Args:
         link: what it costs.

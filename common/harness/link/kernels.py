@@ -73,10 +73,14 @@ class Links:
         return self._links[group]
 
     def close(self, *, failed: bool) -> None:
-        """End all links; see `Link.settle` and `Link.close`."""
+        """End all links; see `Link.settle` and `Link.close`.
+
+        After a failure, be it that of one link which the program has caught, none is waited for: ranks that went
+        different ways do not end together.
+        """
         links = list(self._links.values())
         try:
-            if not failed:
+            if not failed and not any(link.failure for link in links):
                 # First every link takes in what it has, then each waits for its peers to have done so: whichever
                 # order they close in, nobody waits for one that waits for him.
                 for link in links:
@@ -84,8 +88,9 @@ class Links:
                 for link in links:
                     link.await_peers()
         finally:
+            failure = next((link.failure for link in links if link.failure), None)
             for link in links:
-                link.close()
+                link.close(failure)
             self._links.clear()
 
 
@@ -189,6 +194,7 @@ class Kernels:
         self, out: Tensor, tensor: Tensor, group: Boxed, out_splits: list[int], splits: list[int], *_: Any
     ) -> Boxed:
         link = self._links.of(group)
+        collectives.check_written("all_to_all", [out])  # here, where it is still whole
         inputs, outputs = _split(tensor, splits, link.size), _split(out, out_splits, link.size)
         return self._work(link, collectives.all_to_all(link, inputs, outputs)).boxed()
 

@@ -7,6 +7,12 @@ the interpreter's lock for as long as they run.
 
 Data is copied in at issue, so an input may be reused at once; outputs are written no later than `finish`.
 
+[Note: failure]
+A link that failed stays so: every later operation raises the same error, and nothing is waited for when it ends. The
+rank whose link failed first tells why through the store and raises its count of consumed operations beyond all others.
+A rank that then misses it, now or after it has closed its memory, takes the reason from there. Ranks that disagree all
+get the disagreement as their error, whichever of them saw it.
+
 Left out: threads (one at a time may use a link), sub-groups within one operation.
 """
 
@@ -16,16 +22,19 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import ConfigError, EngineError, ParityError, RankError, RankTimeout
 from common.harness.link.board import SLOTS, Board, Slot
 from common.harness.link.meter import KINDS, LogEntry, Meter, Operation, Wait
 from common.harness.link.spec import LinkSpec
+from common.harness.link.terms import NO_TERMS, in_words
 
 _UNEVEN = ("all_to_all",)
 _POLL_S = 0.02
@@ -70,8 +79,7 @@ class Link:
         self._boards[rank] = Board(arena_bytes=arena_bytes)
         # A group may get a link more than once; every rank counts for itself, and the n-th of each belong together.
         self._generation = store.add(f"fsdp-link/count/{rank}", 1)
-        pid, file = self._own.address
-        store.set(self._key(rank), f"{pid} {file} {_machine()}")
+        store.set(self._key(rank), f"{' '.join(map(str, self._own.address))} {_machine()}")
         self._next = 0
         self._free_s = 0.0
         self._pending: deque[tuple[Operation, Receive]] = deque()
@@ -83,17 +91,32 @@ class Link:
         return self._rank
 
     @property
+    def failure(self) -> ParityError | None:
+        """What broke it, if it is broken; see [Note: failure]."""
+        return self._failure
+
+    @property
     def size(self) -> int:
         """How many ranks it joins."""
         return len(self._ranks)
 
-    def issue(self, kind: str, *, size: int, wire: int, payload: Sequence[Tensor], receive: Receive) -> Operation:
+    def issue(
+        self,
+        kind: str,
+        *,
+        size: int,
+        wire: int,
+        payload: Sequence[Tensor],
+        receive: Receive,
+        terms: bytes = NO_TERMS,
+    ) -> Operation:
         """Begin an operation: copy in what this rank sends, and tell the others.
 
         Args:
             kind, size, wire: as in the log.
             payload: pieces of bytes that this rank sends.
             receive: see `Receive`.
+            terms: what ranks must agree on beside kind and size, by `terms_of`.
 
         Raises: as `finish`.
         """
@@ -101,12 +124,12 @@ class Link:
         index, begin_s = self._next, time.monotonic()
         while index - self._consumed() >= SLOTS:
             self._await(index - SLOTS, self._timeout_s, kind, lambda board: board.consumed)
-        file, offset, length = self._own.place(payload, index, self._consumed())
-        operation = Operation(index, kind, size, time.monotonic())
+        place = self._own.place(payload, index, self._consumed())
+        operation = Operation(index, kind, size, terms, time.monotonic())
         self._next += 1
         self._meter.moving_s += operation.issue_s - begin_s
         self._pending.append((operation, receive))
-        self._own.post(index, Slot(operation.issue_s, KINDS.index(kind), size, wire, file, offset, length))
+        self._own.post(index, Slot(operation.issue_s, KINDS.index(kind), size, wire, *place, terms))
         self._take_in()
         return operation
 
@@ -116,7 +139,7 @@ class Link:
         Raises:
             RankError: a rank is gone.
             RankTimeout: a rank did not issue the operation in time.
-            EngineError: a rank issued another operation instead.
+            EngineError: a rank issued another operation instead, or has found that ranks disagreed before.
         """
         called_s = time.monotonic()
         if operation.end_s is None:
@@ -143,8 +166,10 @@ class Link:
         if self._next and self._failure is None:
             self._await(self._next - 1, self._timeout_s, "the end of the link", lambda board: board.consumed)
 
-    def close(self) -> None:
-        """Let go of all shared memory; peers that still wait for this rank learn that it is gone."""
+    def close(self, failure: ParityError | None = None) -> None:
+        """Let go of all shared memory; peers that still wait for this rank learn that it is gone, and of `failure`."""
+        if failure is not None:
+            self._fail(failure)
         self._failure = self._failure or EngineError(f"link: group {self._group!r} was used after its link's end")
         self._own.consume(_ABANDONED)
         for board in filter(None, self._boards):
@@ -210,16 +235,20 @@ class Link:
         )
 
     def _check_match(self, operation: Operation, slots: list[Slot]) -> None:
-        for rank, slot in zip(self._ranks, slots, strict=True):
-            kind = KINDS[slot.kind]
-            if kind != operation.kind or (slot.size != operation.size and kind not in _UNEVEN):
+        for place, slot in enumerate(slots):
+            kind, size = KINDS[slot.kind], operation.size if operation.kind in _UNEVEN else slot.size
+            if (kind, size, slot.terms) != (operation.kind, operation.size, operation.terms):
+                first, second = sorted((self._rank, place))  # whichever rank sees it says the same
                 raise self._fail(
                     EngineError(
-                        f"operation {operation.index} {self._where()}: rank {self._ranks[self._rank]} issued "
-                        f"{operation.kind} of {operation.size} bytes, rank {rank} {kind} of {slot.size}; "
+                        f"operation {operation.index} {self._where()}: rank {self._ranks[first]} issued "
+                        f"{self._in_words(slots[first])}, rank {self._ranks[second]} {self._in_words(slots[second])}; "
                         "all ranks must issue the same collectives in the same order"
                     )
                 )
+
+    def _in_words(self, slot: Slot) -> str:
+        return in_words(KINDS[slot.kind], slot.size, slot.terms, self._ranks)
 
     # --- the others
 
@@ -263,11 +292,11 @@ class Link:
         """Open the boards of ranks that have one by now; say whether all are open."""
         for place, board in enumerate(self._boards):
             if board is None and self._store.check([self._key(place)]):
-                pid, file, machine = self._store.get(self._key(place)).decode().split(" ", 2)
+                pid, file, inode, machine = self._store.get(self._key(place)).decode().split(" ", 3)
                 try:
                     if machine != _machine():
                         raise PermissionError("they run on different machines or in different containers")
-                    self._boards[place] = Board((int(pid), int(file)))
+                    self._boards[place] = Board((int(pid), int(file), int(inode)))
                 except (FileNotFoundError, ProcessLookupError) as error:
                     raise self._fail(self._gone(place, "the first operation")) from error
                 except PermissionError as error:
@@ -276,14 +305,25 @@ class Link:
                     raise self._fail(ConfigError(message)) from error
         return all(board is not None for board in self._boards)
 
-    def _gone(self, place: int, what: str) -> RankError:
-        rank = self._ranks[place]
-        why = f"rank {rank} is gone: it failed, or left its link after an error"
-        return RankError(f"{what} {self._where()}: {why}", rank=rank)
+    def _gone(self, place: int, what: str) -> ParityError:
+        """The error for a rank that is missed; see [Note: failure]."""
+        rank, told = self._ranks[place], ""
+        with suppress(dist.DistError):  # the store may be gone with it
+            if self._store.check([self._failure_key(place)]):
+                told = self._store.get(self._failure_key(place)).decode()
+        kind, _, text = told.partition(": ")
+        if kind == EngineError.__name__:
+            return EngineError(text)
+        why = told or "it failed, or left its link after an error"
+        return RankError(f"{what} {self._where()}: rank {rank} is gone: {why}", rank=rank)
 
     def _fail(self, error: ParityError) -> ParityError:
-        """Remember what broke the link, so that later operations say so at once."""
-        self._failure = error
+        """Remember and tell what broke the link, if it is the first that did; see [Note: failure]."""
+        if self._failure is None:
+            self._failure = error
+            with suppress(dist.DistError):  # without a store the others learn only that this rank is gone
+                self._store.set(self._failure_key(self._rank), f"{type(error).__name__}: {error}")
+            self._own.consume(_ABANDONED)
         return error
 
     def _raise_failure(self) -> None:
@@ -295,6 +335,9 @@ class Link:
 
     def _key(self, place: int) -> str:
         return f"fsdp-link/{self._generation}/{place}"
+
+    def _failure_key(self, place: int) -> str:
+        return f"{self._key(place)}/failure"
 
 
 def _machine() -> str:

@@ -84,11 +84,13 @@ class Operation:
 
     Attributes:
         index: its number on its link.
+        terms: see `terms_of`.
         end_s: when it is complete; None until all ranks have issued it.
     """
 
     index: int
     kind: str
     size: int
+    terms: bytes
     issue_s: float
     end_s: float | None = None

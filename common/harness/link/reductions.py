@@ -27,6 +27,8 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "BXOR": lambda total, piece: total.bitwise_xor_(piece),
 }
 
+REDUCTIONS = tuple(_COMBINE)
+
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Refuse what has no meaning or cannot be done, before anything is sent.
