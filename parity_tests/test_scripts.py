@@ -74,7 +74,8 @@ def test_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "ASKED": str(tmp_path / "asked")}
     here = {"RANKS_PER_NODE": "1", "IFNAME": "lo"}
     out = tmp_path / "runs"
-    ran = run_process("bash", str(copied), "bench", *TINY, *TIMED, "--out", str(out), **slurm, **more, **here)
+    words = ("bench", *TINY, *TIMED, "--out", str(out))
+    ran = run_process("bash", str(copied), *words, cwd=tmp_path, **slurm, **more, **here)
     assert ran.code == 0, ran.err
     assert (tmp_path / "asked").read_text().split() == ["--kill-on-bad-exit=1", "--ntasks=2", "--ntasks-per-node=1"]
     (row,) = ran.json["cells"][0]["rows"]
