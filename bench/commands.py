@@ -10,8 +10,7 @@
 `bench`, cell by cell: the reference first, then the engines alive side by side, each trained and then timed in turns
 (`turns`); what was trained is judged as above. The table is written anew after each cell.
 
-Under torchrun every rank of `compare` goes through all of it and comes to the same exit code; only rank 0 writes and
-prints.
+Under torchrun every rank goes through all of it and comes to the same exit code; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -91,7 +90,8 @@ def bench(options: BenchOptions) -> int:
     for cell in options.cells:
         check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines))
     created = datetime.now().astimezone()
-    folder = make_run_folder(options.out, options.cells[0].job, created)
+    ranks = open_ranks(max(cell.job.ranks for cell in options.cells))
+    folder = make_run_folder(options.out, options.cells[0].job, created) if ranks.is_main else None
     benchmark = Benchmark(
         created=created.isoformat(timespec="seconds"),
         reference=options.reference,
@@ -100,32 +100,36 @@ def bench(options: BenchOptions) -> int:
         cells=(),
     )
     for number, cell in enumerate(options.cells, 1):
-        timed = _time_cell(options, cell, folder / f"cell-{number}")
+        timed = _time_cell(ranks, options, cell, folder and folder / f"cell-{number}")
         benchmark = replace(benchmark, cells=(*benchmark.cells, timed))
-        save_benchmark(folder, benchmark)
-    emit(benchmark_document(benchmark), options.format)
-    print(f"records: {folder}", file=sys.stderr)
+        if folder is not None:
+            save_benchmark(folder, benchmark)
+    if folder is not None:
+        emit(benchmark_document(benchmark), options.format)
+        print(f"records: {folder}", file=sys.stderr)
     return FAILS if benchmark.failures else HOLDS
 
 
-def _time_cell(options: BenchOptions, cell: BenchCell, folder: Path) -> Cell:
-    """Judge and time the engines of one cell; write their records and turns to `folder`."""
+def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Path | None) -> Cell:
+    """Judge and time the engines of one cell; write their records and turns to `folder`, if there is one."""
     job, link = cell.job, cell.link
     pairs = [(options.reference, engine) for engine in options.engines]
     jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
-    with open_ranks(job.ranks) as ranks:
+    with ranks:
         runs = _run_all(ranks, jobs, folder, options.timeout_s)
     timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s)
-    with watch(options.engines, job.steps, turns=options.turns, show=True) as watcher:
+    with watch(options.engines, job.steps, turns=options.turns, show=ranks.is_main) as watcher:
         timed = take_turns(
-            options.engines, job, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher
+            ranks, options.engines, job, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher
         )
     turns: dict[str, TurnsByRank] = {}
     for engine, by_rank in timed.items():
         runs[engine] = assemble(engine, job, [each.result for each in by_rank])
-        save_record(folder, *runs[engine], name=engine)
         turns[engine] = list(zip(*(each.turns for each in by_rank), strict=True))
-    save_turns(folder, turns)
+        if folder is not None:
+            save_record(folder, *runs[engine], name=engine)
+    if folder is not None:
+        save_turns(folder, turns)
     records = {engine: runs[engine][0] for engine in turns}
     reports = dict(zip(options.engines, judge(pairs, runs), strict=True))
     rows = bench_rows(job, records, reports, turns, has_model=link.across is not None)

@@ -38,6 +38,7 @@ DEFAULT_LINK = "pcie"
 BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
 SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend")
 EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
+JOINS = ". Under torchrun it joins the ranks that are there."
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,13 @@ def torchrun_ranks() -> int | None:
 
 def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:
     """The cells are all combinations of what is swept, the last name varying fastest."""
-    if torchrun_ranks() is not None:
-        raise ConfigError("bench: starts ranks of its own, which take turns; start it without torchrun")
     sweep: dict[str, list[str]] = {}
     for name, value in found.sweep:
         if value in sweep.setdefault(name, []):
             raise ConfigError(f"sweep: expected each value once, found {name}={value} twice")
         sweep[name].append(value)
+    if "ranks" in sweep and (launched := torchrun_ranks()) is not None:
+        raise ConfigError(f"sweep: torchrun started {launched} ranks, and only it can start others; do not sweep ranks")
     cells = []
     for values in itertools.product(*sweep.values()):
         swept = dict(zip(sweep, values, strict=True))
@@ -200,7 +201,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     """The options of `compare`."""
-    parser.epilog = EXIT_CODES + ". Under torchrun it joins the ranks that are there."
+    parser.epilog = EXIT_CODES + JOINS
     _add_job(parser, JobConfig())
     add = parser.add_argument_group("what is judged, and where it goes").add_argument
     _add_judgement(add, DEFAULT_ENGINES)
@@ -209,7 +210,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
-    parser.epilog = EXIT_CODES
+    parser.epilog = EXIT_CODES + JOINS
     _add_job(parser, JobConfig(steps=BENCH_STEPS))
     add = parser.add_argument_group("what is timed").add_argument
     add(

@@ -42,7 +42,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     """Refuse a comparison that cannot run: `job` on `engines` against `reference`, recorded in `out`.
 
     Args:
-        alive: how many engines hold ranks at the same time.
+        alive: how many engines hold ranks of their own at the same time; in torchrun's they share them.
 
     Raises:
         ConfigError: what is wrong, what was expected, and the way out.
@@ -171,8 +171,7 @@ def _check_chance(model: nn.Module, job: JobConfig) -> None:
 
 def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:
     """See that this machine holds the least that the ranks on it need: each builds the whole model before sharding."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.ranks
-    here *= alive
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.ranks * alive
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     needed = here * (model_bytes + RANK_BYTES)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Calls of the command line in `test_cli.py` and `test_make.py`, and the processes that they leave."""
+"""Calls of the command line from tests, and the processes that they leave."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
 
-def run_process(*command: str, **environ: str) -> Ran:
+def run_process(*command: str, cwd: Path = ROOT, **environ: str) -> Ran:
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(**environ), cwd=ROOT, timeout=300, check=False
+        command, capture_output=True, text=True, env=environment(**environ), cwd=cwd, timeout=300, check=False
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

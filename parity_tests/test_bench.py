@@ -20,7 +20,7 @@ from common.harness.grades import Grade
 from common.harness.link import LogEntry
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, RunRecord
 from common.harness.report import ParityReport
-from common.harness.stopwatch import TimedStep, TimedTurn, busy_s, edges_s
+from common.harness.stopwatch import TimedStep, TimedTurn, busy_s, edges_s, in_turns
 from common.job import JobConfig
 from parity_tests.cli_calls import Ran, call, children
 
@@ -55,6 +55,11 @@ def test_edges_are_the_first_gather_and_the_last_reduction() -> None:
     assert edges_s(LOG) == 1.0 + 0.125
     assert edges_s([entry("all_reduce", 1.0, 1.5), entry("broadcast", 2.0, 9.0)]) == 0.5
     assert edges_s([entry("barrier", 0.0, 1.0)]) == 0.0
+
+
+def test_turns_go_back_and_forth() -> None:
+    """Each engine once per turn, every other turn in the opposite order."""
+    assert "".join(in_turns("abc", 3)) == "abccbaabc"
 
 
 def test_spread_is_the_middle_half() -> None:
@@ -282,9 +287,10 @@ def test_wrong_words_of_bench_end_in_one_line(words: tuple[str, ...], expected: 
     assert expected in ran.err
 
 
-def test_bench_does_not_join_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engines need ranks of their own."""
+def test_sweep_over_ranks_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is torchrun's to say; exit code 2, before any of them meets another."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    ran = call("bench")
-    assert ran.code == 2 and "without torchrun" in ran.err
+    ran = call("bench", "--sweep", "plan=model", "--sweep", "ranks=2")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "sweep: torchrun started 2 ranks" in ran.err

@@ -30,7 +30,9 @@ MAY_IMPORT = {
     "parity_tests": {"common", "common.harness", *ENGINES, "parity_tests"},
 }
 """Which rooms of our own each room may import; the engines are found by name, at run time."""
-TESTS_OF_BENCH = {f"parity_tests/{name}.py" for name in ("cli_calls", "test_bench", "test_cli", "test_render")}
+TESTS_OF_BENCH = {
+    f"parity_tests/{name}.py" for name in ("cli_calls", "test_bench", "test_cli", "test_render", "test_scripts")
+}
 TORCH_FSDP = "torch.distributed.fsdp"
 INDUCTOR_PASSES = re.compile(
     r"torch\._inductor\.(comms|fx_passes\.(bucketing|overlap_\w+|ddp_fusion|fsdp|micro_pipeline_tp))(\.|$)"

@@ -10,8 +10,8 @@ child; `torchrun.py` is the other way; `diagnosis.py` finds out which rank is to
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar, TypeVarTuple
+from types import TracebackType
+from typing import Protocol, Self, TypeVar, TypeVarTuple
 
 from common.harness.pool import RankPool
 from common.harness.rank import OnProgress, Progress, RankContext
@@ -33,7 +33,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class Ranks(Protocol):
-    """Something that runs functions on ranks; `RankPool.run` and `JoinedRanks.run` say how each does it."""
+    """Something that runs functions on ranks; `RankPool.run` and `JoinedRanks.run` say how each does it.
+
+    A context, which can be entered again: on the way out a pool ends its processes.
+    """
 
     @property
     def is_main(self) -> bool:
@@ -56,7 +59,13 @@ class Ranks(Protocol):
         """
         ...
 
+    def __enter__(self) -> Self: ...
 
-def open_ranks(max_ranks: int) -> AbstractContextManager[Ranks]:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_ranks(max_ranks: int) -> Ranks:
     """The ranks this process is one of, if torchrun started it; else a pool of up to `max_ranks`."""
     return JoinedRanks() if launched_by_torchrun() else RankPool(max_ranks)

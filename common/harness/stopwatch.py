@@ -1,11 +1,14 @@
-"""Time one engine on its ranks, turn by turn, so that several engines can take turns at one machine.
+"""Time engines turn by turn, so that several can take turns at one machine.
 
-`time_engine` on each rank, in phases:
+`time_engine` on each rank of an engine that has ranks of its own, in phases:
 
 1. a whole run of `train`: what is timed afterwards is the very model that was judged;
 2. sleep until it is this engine's turn: all others sleep meanwhile;
 3. a turn: some steps on the free link, which is compute alone, then some on the link that was asked for;
 4. again from 2, until there are no more turns.
+
+`time_engines` does the same with all engines side by side in the same ranks: phase 1 for one engine after the other,
+then their turns in a loop. Ranks come together before each, so that none is timed while a late one is still busy.
 
 What a step costs is read from the clock; what of it was communication that compute did not hide is read from the link,
 which knows how long a rank slept in it, and varies far less.
@@ -21,14 +24,18 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from common.engine import load_engine
 from common.errors import ConfigError
-from common.harness.launch import RankContext
+from common.harness.launch import OnProgress, Progress, RankContext
 from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
+from common.harness.rank import set_initial_state
 from common.harness.train import RankResult, Training, prepare
 from common.job import JobConfig
 
@@ -36,6 +43,8 @@ READY, TURN = "ready", "turn"
 """Phases that a rank reports: it waits for its first turn; it has done its n-th."""
 _TURN, _END = b"t", b"e"
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all", "reduce")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +132,9 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
     Raises:
         ConfigError, EngineError: see `common.harness.train.run_engine`.
     """
-    engine = load_engine(engine_name)
-    if not engine.data_parallel and context.rank != 0:
+    training = _train(context, engine_name, job)
+    if training is None:
         return None
-    training = prepare(context, engine, job)
-    training.run(context)
     turns: list[TimedTurn] = []
     with open(_pipe(folder, context.rank), "rb", buffering=0) as pipe:
         context.progress(READY)
@@ -135,6 +142,68 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
             turns.append(_take_turn(training, timing))
             context.progress(TURN, len(turns))
     return Timed(training.result, tuple(turns))
+
+
+def time_engines(
+    context: RankContext,
+    engine_names: Sequence[str],
+    job: JobConfig,
+    timing: Timing,
+    turns: int,
+    listen: Callable[[str], OnProgress],
+) -> list[Timed | None]:
+    """Train `job` on each engine, then time them in turns; by engine, None on a rank that takes no part in it.
+
+    Args:
+        context: of this rank; hears what all engines report.
+        engine_names: each once.
+        job: what each of them trains.
+        timing: of one turn.
+        turns: how many each takes.
+        listen: called when an engine begins, with its name; what it returns hears of that engine alone.
+
+    Raises:
+        ConfigError, EngineError: see `common.harness.train.run_engine`.
+    """
+    seats: list[tuple[RankContext, Training | None, list[TimedTurn]]] = []
+    for name in engine_names:
+        set_initial_state()  # as if it were the only one
+        own = _heard_by(context, listen(name))
+        seats.append((own, _train(own, name, job), []))
+        dist.barrier()
+        own.progress(READY)
+    for own, training, taken in in_turns(seats, turns):
+        if training is not None:
+            taken.append(_take_turn(training, timing))
+        dist.barrier()
+        own.progress(TURN, len(taken))
+    return [None if training is None else Timed(training.result, tuple(taken)) for _, training, taken in seats]
+
+
+def in_turns(players: Sequence[T], turns: int) -> Iterator[T]:
+    """Each of `players` once per turn, back and forth, so that none always works in the wake of the same other one."""
+    for turn in range(turns):
+        yield from players if turn % 2 == 0 else reversed(players)
+
+
+def _heard_by(context: RankContext, hear: OnProgress) -> RankContext:
+    """`context`, with `hear` told as well."""
+
+    def report(progress: Progress) -> None:
+        context.report(progress)
+        hear(context.rank, progress)
+
+    return replace(context, report=report)
+
+
+def _train(context: RankContext, engine_name: str, job: JobConfig) -> Training | None:
+    """The whole judged run, ready to be timed; None on a rank that takes no part."""
+    engine = load_engine(engine_name)
+    if not engine.data_parallel and context.rank != 0:
+        return None
+    training = prepare(context, engine, job)
+    training.run(context)
+    return training
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:

@@ -64,6 +64,7 @@ class JoinedRanks:
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             use_loopback(os.environ)
         disable_flight_recorder(os.environ)
+        self._watchdog = _Watchdog(self.rank)
         self._store: Store | None = None
         self._runs = 0
 
@@ -105,7 +106,8 @@ class JoinedRanks:
                 f"ranks: the job wants {ranks}, torchrun started {self.world_size}; "
                 f"ask for {self.world_size}, or start with --nproc-per-node {ranks}"
             )
-        watchdog = _Watchdog(self.rank)
+        watchdog = self._watchdog
+        watchdog.progress = None
 
         def report(progress: Progress) -> None:
             watchdog.progress = progress
@@ -128,6 +130,10 @@ class JoinedRanks:
             watchdog.stop()
         forget_task()
         return cast(list[R], results)
+
+    def allow(self, timeout_s: float) -> None:
+        """For `on_progress`: what follows in this run may take `timeout_s`, however long it has taken so far."""
+        self._watchdog.allow(timeout_s)
 
     def _new_store(self) -> Store:
         """A part of the rendezvous for one run: what an earlier group left there must not be read by the next."""

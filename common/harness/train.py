@@ -26,7 +26,7 @@ from common.engine import Engine, load_engine
 from common.errors import ConfigError, EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
-from common.harness.instruments.memory import live_bytes, measure_memory
+from common.harness.instruments.memory import live_bytes, live_tensors, measure_memory
 from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
@@ -119,6 +119,7 @@ class Training:
         module: what is called, the model or the engine's wrapper round it.
         tokens: token ids, 1D.
         rank, ranks: this rank's share of the batch.
+        others: what this process held before there was this training; other engines may live beside it.
     """
 
     job: JobConfig
@@ -129,6 +130,7 @@ class Training:
     rank: int
     ranks: int
     result: RankResult
+    others: list[torch.Tensor]
 
     def run(self, context: RankContext) -> None:
         """The whole run: the judged steps, then the instrumented ones."""
@@ -153,7 +155,8 @@ class Training:
             self.plain_step(self.job.steps)
         if self.rank == 0:
             self.result.collectives = collectives.counts
-        with measure_memory(live_bytes(ignore=self.result.gradients[0].kept.values())) as memory:
+        recorded = self.result.gradients[0].kept.values()
+        with measure_memory(live_bytes(ignore=(*self.others, *recorded))) as memory:
             self.plain_step(self.job.steps + 1)
         self.result.memory = memory.peak
 
@@ -203,6 +206,7 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     """Build model, data and optimizer on this rank, and let the engine shard the model."""
     context.progress("build", 0, 1)
+    others = live_tensors()
     rank, ranks = (context.rank, context.ranks) if engine.data_parallel else (0, 1)
     model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype])
     limits = model_limits(model)
@@ -215,7 +219,7 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     names = [name for name, _ in model.named_parameters()]
     module = engine.parallelize(model, build_mesh() if engine.data_parallel else None, job)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
-    return Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result)
+    return Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result, others)
 
 
 def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:

@@ -14,7 +14,8 @@ program, the peak comes out too low; on a busy machine that happens now and then
 
 Frees of blocks older than the recording are not all reported: start a step with no gradients left of the last one, and
 add what is live then, `start_bytes`. That is found among Python's objects, so it includes what an engine keeps from
-step to step, but not what only C++ holds (the buckets of DistributedDataParallel).
+step to step, but not what only C++ holds (the buckets of DistributedDataParallel). Engines that live side by side in
+one process work one at a time, so what was there before an engine was prepared is left out of its bytes.
 
 Source: torch 2.13 `c10/core/CPUAllocator.cpp` (`ProfiledCPUMemoryReporter`) for what is reported and what is not.
 """
@@ -55,25 +56,34 @@ def measure_memory(start_bytes: int, *, device_type: str = "cpu") -> Iterator[Me
 
 
 def live_bytes(*, ignore: Iterable[torch.Tensor] = (), device_type: str = "cpu") -> int:
-    """Bytes of the storages of all floating-point tensors that this process holds, shared ones once.
-
-    Integer tensors are the data and the book-keeping of meshes, which is no engine's doing.
+    """Bytes of the storages of `live_tensors`, shared ones once.
 
     Args:
-        ignore: tensors that do not belong to the step, such as recorded gradients.
+        ignore: tensors that do not belong to the step, such as recorded gradients, or another engine's.
         device_type: where to look.
     """
-    gc.collect()
     storages = {}
-    for thing in gc.get_objects():
-        # exact types: a DTensor's own tensor is found by itself, and the compiler's fake tensors have no memory
-        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.device.type != device_type:
-            continue
-        if thing.is_floating_point():
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    for tensor in live_tensors(device_type=device_type):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for tensor in ignore:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())
+
+
+def live_tensors(*, device_type: str = "cpu") -> list[torch.Tensor]:
+    """All floating-point tensors that this process holds.
+
+    Integer tensors are the data and the book-keeping of meshes, which is no engine's doing.
+    """
+    gc.collect()
+    return [
+        thing
+        for thing in gc.get_objects()
+        # exact types: a DTensor's own tensor is found by itself, and the compiler's fake tensors have no memory
+        if type(thing) in (torch.Tensor, torch.nn.Parameter)
+        and thing.device.type == device_type
+        and thing.is_floating_point()
+    ]
 
 
 def peak_bytes(allocations: Iterable[Allocation], operators: Iterable[Operator]) -> int:
