@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from bench.judge import REFEREE
-from bench.options import torchrun_ranks
+from bench.parser import torchrun_ranks
 from bench.store import REPORT
 from common.data import check_tokens, load_tokens
 from common.engine import SHORT_NAMES, load_engine
