@@ -116,16 +116,16 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
     """The cells are all combinations of what is swept, the last name varying fastest."""
     if torchrun_ranks() is not None:
         raise ConfigError("bench: starts ranks of its own, which take turns; start it without torchrun")
-    sweep: dict[str, list[str]] = {}
+    sweep: dict[str, list[Any]] = {}
     for name, value in found.sweep:
         if value in sweep.setdefault(name, []):
-            raise ConfigError(f"sweep: expected each value once, found {name}={value} twice")
+            text = ",".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"sweep: expected each value once, found {name}={text or 'none'} twice")
         sweep[name].append(value)
     cells = []
     for values in itertools.product(*sweep.values()):
-        swept = dict(zip(sweep, values, strict=True))
-        link = parse_link(swept.pop("link", found.link))
-        job = {name: int(value) if name == "ranks" else value for name, value in swept.items()}
+        job = dict(zip(sweep, values, strict=True))
+        link = parse_link(job.pop("link", found.link))
         if any(spec and spec.alpha_s >= found.timeout for spec in (link.across, link.within)):
             raise ConfigError(
                 f"link {link.name}: an operation takes longer than the {found.timeout:g} s of --timeout; raise that"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 from common.gradient import Transport
 from common.harness.launch import launched_by_torchrun
-from common.job import BACKENDS, OPTIMIZERS, RESHARD, JobConfig
+from common.job import BACKENDS, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
 
@@ -33,7 +33,7 @@ BENCH_STEPS = 3
 """Judged before an engine is timed."""
 DEFAULT_LINK = "pcie"
 BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
-SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend")
+SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend", "block_backend", "disabled_passes")
 EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
 
 
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="render the records of a run again")
     show.add_argument("run", metavar="RUN", help='a folder that compare or bench wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
-    names = commands.add_parser("list", help="engines, models, plans, backends, transports and dtypes")
+    names = commands.add_parser("list", help="engines, models, plans, backends, passes, transports and dtypes")
     for command in (show, names):
         _add_format(command)
     return parser
@@ -140,6 +140,19 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
         help="what compiles the engine compiled (default: %(default)s)",
     )
     add(
+        "--block-backend",
+        default=default.block_backend,
+        metavar="|".join(BACKENDS),
+        help="what compiles each repeated block on the other engines but single (default: %(default)s)",
+    )
+    add(
+        "--disabled-passes",
+        type=_passes,
+        default=default.disabled_passes,
+        metavar="none|A,B",
+        help=f"what the engine compiled leaves out of {', '.join(PASSES)} (default: none)",
+    )
+    add(
         "--transport",
         default=default.transport,
         metavar="|".join(Transport),
@@ -187,14 +200,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _swept(text: str) -> tuple[str, str]:
+def _passes(text: str) -> tuple[str, ...]:
+    return () if text == "none" else in_pass_order(_names(text))
+
+
+def _swept(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
     name = name.replace("-", "_")
     if name not in SWEPT or not value:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE with one of {', '.join(SWEPT)}, found {text!r}")
-    if name == "ranks":
-        _count(value)
-    return name, value
+    read = {"ranks": _count, "disabled_passes": _passes}.get(name, str)
+    return name, read(value)
 
 
 def _timeout(text: str) -> float:
