@@ -294,6 +294,14 @@ def test_options_reach_the_job() -> None:
     assert all(value != getattr(JobConfig(), name) for name, value in options.items())
 
 
+def test_disabled_passes_survive_json_in_one_order() -> None:
+    """Whatever order they were given in, and however often, a job has each once; read back from JSON it is the same."""
+    job = JobConfig(disabled_passes=("prefetch_gathers", "bucket_gathers", "prefetch_gathers"))
+    assert job.disabled_passes == ("bucket_gathers", "prefetch_gathers")
+    read = JobConfig.from_dict(json.loads(json.dumps(job.to_dict())))
+    assert read == job and hash(read) == hash(job) and read.to_dict() == job.to_dict()
+
+
 @pytest.mark.usefixtures("no_ranks")
 def test_list_names_everything_that_options_take() -> None:
     """Engines, models with their sizes, plans, backends, transports and dtypes, for people and for machines."""
