@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from bench.judge import failures
-from common.engine import SHORT_NAMES
+from common.engine import BLOCKWISE, SHORT_NAMES
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn
@@ -56,7 +56,7 @@ class BenchRow:
 
     Attributes:
         engine: by name.
-        backend: what ran its compute; fusion is no merit of sharding.
+        backend: what ran its compute, see `computed_by`; fusion is no merit of sharding.
         failures: why its figures do not count: the engine disagrees with the reference, or its collectives are not
             those of the plan. With one, the figures below are None.
         step_s: one step, the slowest rank's.
@@ -120,7 +120,7 @@ def bench_rows(
     rows: list[BenchRow] = []
     base: TurnsByRank | None = None
     for engine, taken in turns.items():
-        backend = job.backend if SHORT_NAMES.get(engine, engine) == SHORT_NAMES["compiled"] else "eager"
+        backend = computed_by(engine, job)
         found = failures([reports[engine]], {engine: records[engine]})
         if found:
             rows.append(BenchRow(engine, backend, tuple(found)))
@@ -130,6 +130,15 @@ def bench_rows(
         if len(rows) == 1:
             base = taken
     return rows
+
+
+def computed_by(engine: str, job: JobConfig) -> str:
+    """What ran an engine's compute: a backend for the whole model, or one for each of its blocks."""
+    path = SHORT_NAMES.get(engine, engine)
+    if path == SHORT_NAMES["compiled"]:
+        return job.backend
+    is_blockwise = path in BLOCKWISE and job.block_backend != "eager"
+    return f"{job.block_backend} per block" if is_blockwise else "eager"
 
 
 def _row(

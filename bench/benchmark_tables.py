@@ -60,10 +60,10 @@ def benchmark_document(benchmark: Benchmark) -> Document:
 
 def benchmark_table(benchmark: Benchmark) -> pd.DataFrame:
     """One row per cell and engine, at full precision."""
-    columns = ("link", "plan", "ranks", "reshard_after_forward", "engine", "backend")
+    cell_columns = ("link", "plan", "ranks", "reshard_after_forward", "block_backend", "disabled_passes")
     spreads = [f"{name}_{part}" for name in ("step_s", "speed") for part in ("median", "low", "high")]
     rows = [_cell_columns(cell) | _figures(row) for cell in benchmark.cells for row in cell.rows]
-    return frame(rows, (*columns, *spreads, *_FIGURES))
+    return frame(rows, (*cell_columns, "engine", "backend", *spreads, *_FIGURES))
 
 
 def benchmark_view(benchmark: Benchmark) -> pd.DataFrame:
@@ -104,6 +104,8 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
         "plan": job.plan,
         "ranks": job.ranks,
         "reshard_after_forward": job.reshard_after_forward,
+        "block_backend": job.block_backend,
+        "disabled_passes": ",".join(job.disabled_passes) or "none",
     }
 
 

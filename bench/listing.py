@@ -1,4 +1,4 @@
-"""What options can be given: engines, models, plans, backends, transports, dtypes."""
+"""What options can be given: engines, models, plans, backends, passes, links, transports, dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.views import view_plain
 from common.engine import SHORT_NAMES
 from common.gradient import Transport
 from common.harness.link import PRESETS
-from common.job import BACKENDS
+from common.job import BACKENDS, PASSES
 from common.models import describe_models
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
@@ -30,9 +30,15 @@ _PLANS = {
     "A,B+C": "module names: one bucket for A, one for B and C, one for what is left",
 }
 _BACKENDS = {
-    "eager": "the compiled engine without compilation",
-    "aot_eager": "traced and bucketed, run operator by operator; needs no C++ compiler",
+    "eager": "no compilation",
+    "aot_eager": "traced, by the engine compiled also bucketed, run operator by operator; needs no C++ compiler",
     "inductor": "compiled to C++",
+}
+_PASSES = {
+    "bucket_gathers": "one gather per bucket; without it, one per parameter",
+    "bucket_reductions": "one reduction per bucket; without it, one per parameter",
+    "prefetch_gathers": "launches a gather before the wait of the one ahead; without it, where it is needed",
+    "delay_reduction_waits": "waits for a reduction after the next is launched; without it, at once",
 }
 _TRANSPORTS = {
     "auto": "ordered on gloo, else native",
@@ -50,12 +56,17 @@ def list_document() -> Document:
         "models": _models(),
         "plans": _names((*NAMED_PLANS, "A,B+C"), _PLANS),
         "backends": _names(BACKENDS, _BACKENDS),
+        "passes": _names(PASSES, _PASSES),
         "links": frame([{"name": each.name, "what": each.about} for each in PRESETS.values()], ("name", "what")),
         "transports": _names([transport.value for transport in Transport], _TRANSPORTS),
         "dtypes": _names(list(DTYPES), dtypes),
     }
     notes = {
         "engines": ("or the import path of a module with parallelize(model, mesh, job)",),
+        "backends": (
+            "--backend: of the engine compiled; --block-backend: of each repeated block on the others but single",
+        ),
+        "passes": ("of the engine compiled; what --disabled-passes takes",),
         "models": ("or module:function, a function without arguments that returns an nn.Module",),
     }
     return Document(

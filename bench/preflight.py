@@ -17,15 +17,16 @@ from torch import nn
 
 from bench.chance import find_draw
 from bench.judge import REFEREE
-from bench.options import torchrun_ranks
+from bench.parser import torchrun_ranks
 from bench.store import REPORT
+from common.blocks import check_blocks
 from common.data import check_tokens, load_tokens
-from common.engine import SHORT_NAMES, load_engine
+from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
 from common.job import JobConfig
 from common.models import build_model, check_seq, model_limits
-from common.plan import build_plan
+from common.plan import BucketPlan, build_plan
 from common.policy import DTYPES
 from common.shardable import check_shardable
 
@@ -56,32 +57,37 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     model = _build_model(job)
     limits = model_limits(model)
     check_seq(job.seq, limits.max_seq_len)
-    build_plan(model, job.plan)
+    plan = build_plan(model, job.plan)
+    _check_disabled_passes(job, names)
+    _check_block_backend(model, job, plan, names)
     _check_trainable(model, job, names)
     _check_chance(model, job)
     _check_memory(model, job, alive)
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
-    if job.backend == "inductor" and SHORT_NAMES["compiled"] in (SHORT_NAMES.get(name, name) for name in names):
-        check_compiler()
+    paths = {SHORT_NAMES.get(name, name) for name in names}
+    if job.backend == "inductor" and SHORT_NAMES["compiled"] in paths:
+        check_compiler("backend")
+    if job.block_backend == "inductor" and not paths.isdisjoint(BLOCKWISE):
+        check_compiler("block_backend")
     check_writable(out)
 
 
-def check_compiler() -> None:
-    """See that Inductor finds what it compiles C++ with.
+def check_compiler(option: str) -> None:
+    """See that Inductor, which the job has as its `option`, finds what it compiles C++ with.
 
     Raises:
         ConfigError: no compiler, or no Python headers.
     """
-    without = "or use --backend aot_eager, which needs none"
+    without = f"or use --{option.replace('_', '-')} aot_eager, which needs none"
     compiler = os.environ.get("CXX", "g++")
     if not _runs(compiler):
         others = [name for name in ("c++", "clang++") if shutil.which(name)]
         way_out = f"set CXX={others[0]}" if others else "install one (Debian, Ubuntu: apt install g++)"
-        raise ConfigError(f"backend inductor: needs a C++ compiler, cannot run {compiler!r}; {way_out}, {without}")
+        raise ConfigError(f"{option} inductor: needs a C++ compiler, cannot run {compiler!r}; {way_out}, {without}")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise ConfigError(
-            f"backend inductor: needs Python's C headers, found no Python.h in {headers}; "
+            f"{option} inductor: needs Python's C headers, found no Python.h in {headers}; "
             f"install them (Debian, Ubuntu: apt install python3-dev), {without}"
         )
 
@@ -167,6 +173,30 @@ def _check_chance(model: nn.Module, job: JobConfig) -> None:
             f"model {job.model!r}: its forward calls {draw}, which draws other numbers on each engine; "
             "build it without dropout or noise, or call .eval()"
         )
+
+
+def _check_disabled_passes(job: JobConfig, engines: Iterable[str]) -> None:
+    """See that an engine has the passes that are disabled; one of the user's own may."""
+    at_home = set(SHORT_NAMES.values()) - {SHORT_NAMES["compiled"]}
+    if job.disabled_passes and all(SHORT_NAMES.get(name, name) in at_home for name in engines):
+        raise ConfigError(
+            f"disabled_passes: expected an engine with passes to leave {job.disabled_passes[0]} out of, found "
+            f"{', '.join(engines)}; add compiled to --engines, or leave --disabled-passes out"
+        )
+
+
+def _check_block_backend(model: nn.Module, job: JobConfig, plan: BucketPlan, engines: Iterable[str]) -> None:
+    """See that an engine lets its blocks be compiled, and that the model has some without hooks inside."""
+    if job.block_backend == "eager":
+        return
+    paths = {SHORT_NAMES.get(name, name) for name in engines}
+    if paths <= {SHORT_NAMES["single"], SHORT_NAMES["compiled"]}:
+        raise ConfigError(
+            f"block_backend {job.block_backend}: expected an engine that leaves the model's code as it is, found "
+            f"{', '.join(engines)}; add one, such as eager, to --engines, or leave --block-backend out"
+        )
+    has_hooks = not paths.isdisjoint(set(BLOCKWISE) & set(SHARDED))  # not so ddp, and who knows a user's own engine
+    check_blocks(model, job, plan if has_hooks else None)
 
 
 def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:

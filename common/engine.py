@@ -32,6 +32,10 @@ SHORT_NAMES = {
 }
 
 
+BLOCKWISE = tuple(SHORT_NAMES[name] for name in ("eager", "torch-fsdp2", "torch-fsdp2-prefetch", "ddp"))
+"""Import paths of the engines whose blocks `JobConfig.block_backend` compiles."""
+
+
 class Parallelize(Protocol):
     """Shard `model` in place over `mesh` as `job` says; return the module to call in the training loop."""
 

@@ -6,6 +6,8 @@ A job is the same for every engine that is compared on it; it travels to the ran
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from common.gradient import Transport
 from common.policy import DTYPES, MixedPrecisionPolicy
 
 BACKENDS = ("eager", "aot_eager", "inductor")
+PASSES = ("bucket_gathers", "bucket_reductions", "prefetch_gathers", "delay_reduction_waits")
+"""The passes of the compiled engine that a job may leave out; the others are what makes it right, not fast."""
 RESHARD = ("always", "never")
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -34,6 +38,9 @@ class JobConfig:
         param_dtype: dtype of gathered weights and of compute, a key of `common.policy.DTYPES`.
         reduce_dtype: dtype in which gradients are summed over ranks.
         backend: what compiles the compiled engine's graph; "eager" leaves it uncompiled.
+        block_backend: what compiles each repeated block on engines that leave the model's code as it is, see
+            `common.blocks`; "eager" compiles none.
+        disabled_passes: of `PASSES`, those that the compiled engine leaves out; given in any order.
         transport: how reductions travel, see `common.gradient`.
         optimizer: "sgd" or "adamw".
         lr: learning rate.
@@ -52,6 +59,8 @@ class JobConfig:
     param_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
     backend: str = "inductor"
+    block_backend: str = "eager"
+    disabled_passes: tuple[str, ...] = ()
     transport: str = Transport.AUTO.value
     optimizer: str = "sgd"
     lr: float = 0.1
@@ -70,12 +79,19 @@ class JobConfig:
             ("reduce_dtype", tuple(DTYPES)),
             ("dtype", tuple(DTYPES)),
             ("backend", BACKENDS),
+            ("block_backend", BACKENDS),
             ("transport", tuple(t.value for t in Transport)),
             ("optimizer", OPTIMIZERS),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, found {getattr(self, name)!r}")
+        object.__setattr__(self, "disabled_passes", in_pass_order(self.disabled_passes))
+        if self.disabled_passes and self.backend == "eager":
+            raise ConfigError(
+                f"disabled_passes: the backend eager compiles nothing, so it has no {self.disabled_passes[0]} to leave "
+                "out; choose the backend aot_eager or inductor, or disable none"
+            )
         if not self.lr > 0:
             raise ConfigError(f"lr: expected a positive number, found {self.lr!r}")
         if self.batch % self.ranks:
@@ -95,9 +111,24 @@ class JobConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON-ready data."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"disabled_passes": list(self.disabled_passes)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> JobConfig:
         """The job that `to_dict` described."""
         return cls(**data)
+
+
+def in_pass_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of passes, each once, in the order of `PASSES`.
+
+    Raises:
+        ConfigError: a name that is none of them.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in PASSES:
+            close = difflib.get_close_matches(str(name), PASSES, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"disabled_passes: expected names of {', '.join(PASSES)}, found {name!r}{hint}")
+    return tuple(name for name in PASSES if name in names)

@@ -130,6 +130,12 @@ def _block_groups(model: nn.Module) -> Iterator[tuple[str, ...]]:
         yield tuple(run)
 
 
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The names of the repeated blocks of `model`, each once, in registration order."""
+    names = _first_names(model)
+    return list(dict.fromkeys(names[module] for module, is_block in _walk_blocks(model) if is_block))
+
+
 def _walk_blocks(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """The modules that a hook can stand on, and whether each is a repeated block.
 

@@ -8,6 +8,7 @@ Left out: hybrid sharding, plain replication, offload.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import ConfigError
 from common.gradient import Transport
+from common.job import in_pass_order
 from common.plan import BucketPlan, build_plan
 from common.policy import MixedPrecisionPolicy
 from common.shardable import check_mesh, check_shardable
@@ -33,6 +35,7 @@ def data_parallel(
     mp_policy: MixedPrecisionPolicy | None = None,
     backend: str = "inductor",
     transport: Transport = Transport.AUTO,
+    disabled_passes: Iterable[str] = (),
 ) -> nn.Module:
     """Shard `model` in place over `mesh` and compile its forward and backward with the plan's collectives.
 
@@ -44,19 +47,23 @@ def data_parallel(
         backend: "inductor", "aot_eager", or "eager", which leaves the model uncompiled: each parameter then
             travels alone and stays gathered until backward, since buckets and resharding are graph rewrites.
         transport: how reductions travel, see `common.gradient`.
+        disabled_passes: names of `common.job.PASSES` to leave out. The rest of the pipeline still marks and merges
+            reads, reshards, and sends reductions by the transport. Without `bucket_gathers` or `bucket_reductions`
+            each parameter travels alone that way, without `prefetch_gathers` a gather is launched where it is waited
+            for, and without `delay_reduction_waits` a reduction is waited for where it is launched.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: the uncompiled form was asked for what only a graph can do.
+        ConfigError: the uncompiled form was asked for what only a graph can do, or a pass that is none.
         EngineError: a parameter that cannot be sharded, or a model that is sharded already.
     """
     mesh = check_mesh(mesh)
     check_shardable(model.named_parameters(), mesh.device_type)
     plan = plan or build_plan(model)
     policy = mp_policy or MixedPrecisionPolicy()
-    pipeline = Pipeline(plan, mesh, transport)
+    pipeline = Pipeline(plan, mesh, transport, in_pass_order(disabled_passes))
     if backend == "eager" and mesh.size() > 1:
         _check_uncompiled(pipeline, policy.reduction_dtype(next(model.parameters())))
     replication = Replication(mesh, policy)
@@ -76,6 +83,7 @@ def _check_uncompiled(pipeline: Pipeline, reduce_dtype: torch.dtype) -> None:
     required = {
         "plan param": all(len(bucket.params) == 1 for bucket in buckets),
         "reshard after forward never": not any(bucket.reshard_after_forward for bucket in buckets),
+        "no disabled passes": not pipeline.disabled,
         "transport native": pipeline.decide(reduce_dtype).transport is Transport.NATIVE,
     }
     missing = [setting for setting, is_met in required.items() if not is_met]

@@ -11,7 +11,9 @@ One training step of the compiled engine, after the first call traced it:
                 -> delay_reduction_waits
   6. COMPILE    each graph runs as it is ("aot_eager"), or Inductor compiles it, its own reordering switched off.
 
-Every pass is `(gm, *, ...) -> gm`, its configuration bound by `functools.partial`; the runner knows none of them.
+Every pass is `(gm, *, ...) -> gm`, its configuration bound by `functools.partial`; the runner knows none of them. The
+four that make messages few and hide them (`common.job.PASSES`) can be left out by name, to see what each is worth; the
+others are what makes the graph right.
 
 Counterpart: fsdp_eager/state.py, hooks and training states in the place of a pipeline.
 Source: torchtitan `graph_trainer` for the pass signature; torch 2.13 `compile_fx` for where the graphs pass by.
@@ -70,11 +72,13 @@ class Pipeline:
         plan: which parameters travel together.
         mesh: 1-D; its process group carries the collectives.
         transport: how reductions travel.
+        disabled: names of `common.job.PASSES` that are left out.
     """
 
     plan: BucketPlan
     mesh: DeviceMesh
     transport: Transport
+    disabled: tuple[str, ...] = ()
 
     def joint(self, params: Mapping[int, str]) -> list[Pass]:
         """Passes over the joint graph."""
@@ -86,21 +90,25 @@ class Pipeline:
 
     def forward(self) -> list[Pass]:
         """Passes over the forward graph."""
-        return [partial(bucket_gathers, plan=self.plan), partial(prefetch_gathers, plan=self.plan)]
+        return [*self._optional(bucket_gathers, plan=self.plan), *self._optional(prefetch_gathers, plan=self.plan)]
 
     def backward(self) -> list[Pass]:
         """Passes over the backward graph."""
         return [
             check_resharded,
-            partial(bucket_reductions, plan=self.plan),
+            *self._optional(bucket_reductions, plan=self.plan),
             partial(lower_reductions, decide=self.decide),
             *self.forward(),
-            delay_reduction_waits,
+            *self._optional(delay_reduction_waits),
         ]
 
     def inference(self, params: Mapping[int, str]) -> list[Pass]:
         """Passes over a forward that no backward follows."""
         return [partial(mark_collectives, params=params), merge_repeated_reads, *self.forward()]
+
+    def _optional(self, graph_pass: Callable[..., GraphModule], **configuration: object) -> list[Pass]:
+        """The pass, unless its name is disabled."""
+        return [] if graph_pass.__name__ in self.disabled else [partial(graph_pass, **configuration)]
 
     def decide(self, dtype: torch.dtype) -> Reduction:
         """The gradient contract for a buffer of `dtype`."""

@@ -32,4 +32,5 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
         mp_policy=job.mp_policy,
         backend=job.backend,
         transport=Transport(job.transport),
+        disabled_passes=job.disabled_passes,
     )

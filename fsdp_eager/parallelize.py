@@ -2,7 +2,7 @@
 
 Counterpart: fsdp_compiled/parallelize.py, the same function for the compiled engine.
 Source: torchtitan `models/llama3/parallelize.py` for the shape. Differs: the plan says what to shard, for any model.
-Left out: tensor and pipeline parallelism, activation checkpointing, compilation of blocks.
+Left out: tensor and pipeline parallelism, activation checkpointing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from common.blocks import compile_blocks
 from common.errors import EngineError
 from common.gradient import Transport
 from common.job import JobConfig
@@ -25,7 +26,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
     """Shard `model` in place over `mesh`, one group for each bucket of the plan of `job`; return it.
 
     Raises:
-        PlanError: the plan does not fit the model.
+        ConfigError, PlanError: the plan does not fit the model, or its blocks cannot be compiled.
         EngineError: a model sharded before, or a parameter that cannot be sharded.
     """
     mesh = check_mesh(mesh)
@@ -33,6 +34,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
         if state_of(module) is not None:
             raise EngineError(f"parallelize: module {name or '(root)'} is sharded already; build a new model")
     plan = build_plan(model, job.plan, reshard_after_forward=job.reshard_after_forward == "always")
+    compile_blocks(model, job, plan)
     owners = _owners(model)
     for bucket, label in zip(plan.buckets, plan.labels, strict=True):
         options = GroupOptions(

@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_eager.parallelize
 from common.baselines import torch_fsdp2
 from common.harness.launch import RankContext
+from common.harness.train import run_engine
 from common.job import JobConfig
 from common.mesh import build_mesh
 from common.models import build_model
 from fsdp_eager import FSDPModule, MixedPrecisionPolicy, Transport, fully_shard
+from parity_tests.torch_private import counting_graphs
 
 VOCAB = 13
 SEQ = 5
@@ -862,3 +864,10 @@ def by_hand(ctx: RankContext) -> dict[str, Any]:
         "resharded": type(first.up.weight.data).__name__,
         "slice": type(model[:2]).__name__,
     }
+
+
+def graphs_of_blocks(context: RankContext, engine: str, job: JobConfig) -> int:
+    """How many graphs a whole run of `job` traces; raises if one is traced again."""
+    with counting_graphs() as graphs:
+        run_engine(context, engine, job)
+        return graphs()

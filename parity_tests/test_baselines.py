@@ -18,7 +18,7 @@ from common.harness.grades import unit_roundoff
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount
 from common.harness.train import mean_loss
-from common.job import JobConfig
+from common.job import PASSES, JobConfig
 from common.models import build_model
 from common.plan import Bucket, BucketPlan, build_plan
 from common.policy import MixedPrecisionPolicy
@@ -215,6 +215,11 @@ GATHER_ALL = 6 * 4 + 4 + 4 + 6 * 4 + 6  # emb, norm weight and bias, lin weight 
         ("compiled", {"plan": "model"}, 1, 4 + 4 + 6 * 4),
         ("compiled", {"plan": "emb,norm,lin"}, 2, 4 + 4 + 6 * 4),
         ("torch-fsdp2", {}, 3, GATHER_ALL),
+        ("compiled", {"plan": "emb,norm,lin", "disabled_passes": ["bucket_gathers"]}, 3, 4 + 4 + 6 * 4),
+        ("compiled", {"plan": "model", "disabled_passes": ["bucket_reductions"]}, 1, 4 + 4 + 6 * 4),
+        ("compiled", {"plan": "model", "disabled_passes": PASSES}, 3, 4 + 4 + 6 * 4),
+        ("compiled", {"plan": "model", "disabled_passes": list(PASSES[2:])}, 1, 4 + 4 + 6 * 4),
+        ("eager", {"disabled_passes": PASSES}, 5, GATHER_ALL),
     ],
     ids=str,
 )
@@ -226,10 +231,14 @@ def test_predictions_worked_out_by_hand(
     job = JobConfig.from_dict(base | options)
     groups = {"param": 3 if engine == "torch-fsdp2" else 5, "model": 1, "emb,norm,lin": 3}[job.plan]
     kind = "reduce_scatter" if engine == "torch-fsdp2" else "all_to_all"
+    gathers, reductions = (
+        5 if engine == "compiled" and name in job.disabled_passes else groups
+        for name in ("bucket_gathers", "bucket_reductions")
+    )
     expected = [
-        CollectiveCount("forward", "all_gather", groups, GATHER_ALL * 2),
+        CollectiveCount("forward", "all_gather", gathers, GATHER_ALL * 2),
         CollectiveCount("backward", "all_gather", backward, backward_elements * 2),
-        CollectiveCount("backward", kind, groups, GATHER_ALL * 4),
+        CollectiveCount("backward", kind, reductions, GATHER_ALL * 4),
     ]
     assert sorted(predict_collectives(engine, Tiny(), job) or [], key=str) == sorted(expected, key=str)
     kept = replace(job, reshard_after_forward="never")

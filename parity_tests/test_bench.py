@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from bench.benchmark import FASTER, SAME, SLOWER, Spread, bench_rows, per_turn, verdict_of
+from bench.benchmark import FASTER, SAME, SLOWER, BenchRow, Spread, bench_rows, computed_by, per_turn, verdict_of
+from bench.benchmark_files import Benchmark, Cell
+from bench.benchmark_tables import benchmark_table, benchmark_view
+from bench.documents import describe_job
 from bench.options import BenchOptions, parse
 from common.harness.grades import Grade
 from common.harness.link import LogEntry
@@ -227,6 +230,45 @@ def test_sweep_is_all_combinations() -> None:
     assert isinstance(options, BenchOptions) and options.swept == ("ranks", "link")
     found = [(cell.job.ranks, cell.link.name, cell.job.plan) for cell in options.cells]
     assert found == [(ranks, link, "model") for ranks in (2, 3) for link in ("none", "1ms,2MB/s")]
+    options = parse(("bench", "--sweep", "block-backend=eager", "--sweep", "block-backend=inductor"))
+    assert isinstance(options, BenchOptions)
+    assert [cell.job.block_backend for cell in options.cells] == ["eager", "inductor"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "backend"),
+    [
+        ("compiled", "aot_eager"),
+        ("fsdp_compiled.parallelize", "aot_eager"),
+        ("eager", "inductor per block"),
+        ("torch-fsdp2-prefetch", "inductor per block"),
+        ("ddp", "inductor per block"),
+        ("single", "eager"),
+    ],
+)
+def test_backend_column_says_what_computed(engine: str, backend: str) -> None:
+    """The compiled engine's backend is that of the whole model, that of engines with hooks one of each block."""
+    job = JobConfig(backend="aot_eager", block_backend="inductor")
+    assert computed_by(engine, job) == backend
+    without = "aot_eager" if "compiled" in engine else "eager"
+    assert computed_by(engine, replace(job, block_backend="eager")) == without
+    assert "backend aot_eager, blocks of other engines inductor" in describe_job(job)
+
+
+def test_swept_passes_are_a_column() -> None:
+    """Sets of passes are swept as options are written, in any order; tables say which cell left out which."""
+    words = [f"--sweep=disabled-passes={value}" for value in ("none", "prefetch_gathers,bucket_gathers")]
+    options = parse(("bench", "--backend", "aot_eager", *words))
+    assert isinstance(options, BenchOptions)
+    jobs = [cell.job for cell in options.cells]
+    assert [job.disabled_passes for job in jobs] == [(), ("bucket_gathers", "prefetch_gathers")]
+    cells = tuple(Cell(job, "none", "", (BenchRow("compiled", "aot_eager"),)) for job in jobs)
+    benchmark = Benchmark("", "single", options.swept, "", cells)
+    assert list(benchmark_view(benchmark)["disabled passes"]) == ["none", "bucket_gathers,prefetch_gathers"]
+    assert list(benchmark_table(benchmark)["disabled_passes"]) == ["none", "bucket_gathers,prefetch_gathers"]
+    described = [describe_job(job) for job in jobs]
+    assert "without" not in described[0]
+    assert described[1].endswith("backend aot_eager, without bucket_gathers and prefetch_gathers")
 
 
 def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
@@ -271,6 +313,11 @@ def test_rank_that_fails_in_its_turn_is_named(engine: str, expected: str, tmp_pa
         (("--link", "nodes:" + "9" * 5000), "cannot read"),
         (("--link", "1ms,1e400MB/s"), "cannot read"),
         (("--sweep", "plan=block", "--sweep", "plan=block"), "plan=block twice"),
+        (
+            ("--sweep", "disabled-passes=bucket_gathers", "--sweep", "disabled-passes=bucket_gathers,bucket_gathers"),
+            "bucket_gathers twice",
+        ),
+        (("--sweep", "disabled-passes=sink_waits"), "found 'sink_waits'"),
         (("--turn-steps", "many"), "'many'"),
         (("--sweep", "colour=red"), "'colour=red'"),
         (("--sweep", "plan"), "NAME=VALUE"),

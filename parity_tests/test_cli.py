@@ -29,7 +29,7 @@ from common.engine import SHORT_NAMES, load_engine
 from common.gradient import Transport
 from common.harness.rank import Progress
 from common.harness.records import load_record
-from common.job import BACKENDS, JobConfig
+from common.job import BACKENDS, PASSES, JobConfig
 from common.models import describe_models
 from common.policy import DTYPES
 from parity_tests.cli_calls import ROOT, Ran, call, children, environment, marked, run_process
@@ -89,6 +89,39 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("unknown dtype", ("compare", "--param-dtype", "int8"), "'int8'"),
     ("unknown reduce dtype", ("compare", "--reduce-dtype", "float"), "'float'"),
     ("unknown backend", ("compare", "--backend", "nvfuser"), "'nvfuser'"),
+    ("unknown block backend", ("compare", "--block-backend", "nvfuser"), "'nvfuser'"),
+    (
+        "blocks of no engine",
+        ("compare", "--block-backend", "aot_eager", "--engines", "compiled"),
+        "add one, such as eager",
+    ),
+    (
+        "model without blocks",
+        ("compare", "--model", f"{ENGINES}.models:bigram", "--block-backend", "aot_eager"),
+        "found none in Bigram",
+    ),
+    (
+        "hooks inside a block",
+        ("compare", "--plan", "param", "--block-backend", "aot_eager"),
+        "inside the block 'layers.0'",
+    ),
+    (
+        "named hooks inside a block",
+        ("compare", "--plan", "layers.1.attention", "--block-backend", "aot_eager"),
+        "'layers.1.attention' inside the block 'layers.1'",
+    ),
+    ("unknown pass", ("compare", "--disabled-passes", "prefetch_gather"), "did you mean 'prefetch_gathers'?"),
+    ("no pass", ("compare", "--disabled-passes", ""), "--disabled-passes"),
+    (
+        "pass of no graph",
+        ("compare", "--disabled-passes", "bucket_gathers", "--backend", "eager"),
+        "choose the backend aot_eager",
+    ),
+    (
+        "pass of no engine",
+        ("compare", "--disabled-passes", "bucket_gathers", "--engines", "eager,ddp"),
+        "add compiled to --engines",
+    ),
     ("unknown transport", ("compare", "--transport", "pigeon"), "'pigeon'"),
     ("unknown reshard", ("compare", "--reshard-after-forward", "maybe"), "'maybe'"),
     ("unknown optimizer", ("compare", "--optimizer", "lion"), "'lion'"),
@@ -171,6 +204,8 @@ def test_missing_compiler_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
     """Inductor without a C++ compiler or Python's headers says what to install, and how to do without."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert_one_line(call("compare"), 2, "C++ compiler", "'no-such-compiler'", "CXX=", "--backend aot_eager")
+    words = ("compare", "--engines", "ddp", "--block-backend", "inductor")
+    assert_one_line(call(*words), 2, "block_backend inductor", "--block-backend aot_eager")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX")
     assert_one_line(call("compare"), 2, "'g++'", "apt install g++", "--backend aot_eager")
@@ -195,7 +230,8 @@ def test_model_that_draws_nothing_passes(model: str, tmp_path: Path) -> None:
 def test_compiler_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Another backend, or a comparison without the compiled engine, passes all checks without a compiler."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for words in (("--backend", "aot_eager"), ("--engines", "eager,ddp")):
+    no_hooks = ("--plan", "param", "--engines", "ddp", "--block-backend", "aot_eager")
+    for words in (("--backend", "aot_eager"), ("--engines", "eager,ddp"), no_hooks):
         options = parse(("compare", "--out", str(tmp_path), *words))
         assert isinstance(options, CompareOptions)
         bench.preflight.check(options.job, options.reference, options.engines, options.out)
@@ -248,20 +284,32 @@ def test_options_reach_the_job() -> None:
         "reshard_after_forward": "never",
         "param_dtype": "bf16",
         "reduce_dtype": "bf16",
-        "backend": "eager",
+        "backend": "aot_eager",
+        "block_backend": "inductor",
+        "disabled_passes": ("bucket_gathers", "delay_reduction_waits"),
         "transport": "native",
         "optimizer": "adamw",
         "lr": 0.25,
         "data": "some.txt",
         "seed": 11,
     }
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, tuple) else str(value)]
     parsed = parse(("compare", *words))
     default = parse(("compare",))
     assert parsed.job == JobConfig(**options)  # type: ignore[union-attr]
     assert default.job == JobConfig()  # type: ignore[union-attr]
     assert {field.name for field in dataclasses.fields(JobConfig)} - set(options) == {"dtype"}
     assert all(value != getattr(JobConfig(), name) for name, value in options.items())
+
+
+def test_disabled_passes_survive_json_in_one_order() -> None:
+    """Whatever order they were given in, and however often, a job has each once; read back from JSON it is the same."""
+    job = JobConfig(disabled_passes=("prefetch_gathers", "bucket_gathers", "prefetch_gathers"))
+    assert job.disabled_passes == ("bucket_gathers", "prefetch_gathers")
+    read = JobConfig.from_dict(json.loads(json.dumps(job.to_dict())))
+    assert read == job and hash(read) == hash(job) and read.to_dict() == job.to_dict()
 
 
 @pytest.mark.usefixtures("no_ranks")
@@ -272,6 +320,7 @@ def test_list_names_everything_that_options_take() -> None:
     assert {row["name"]: row["params"] for row in found["models"]} == {i.name: i.params for i in describe_models()}
     assert [row["name"] for row in found["plans"]] == ["param", "block", "model", "A,B+C"]
     assert [row["name"] for row in found["backends"]] == list(BACKENDS)
+    assert [row["name"] for row in found["passes"]] == list(PASSES)
     assert [row["name"] for row in found["transports"]] == [transport.value for transport in Transport]
     assert [row["name"] for row in found["dtypes"]] == list(DTYPES)
     shown = call("list")

@@ -16,7 +16,7 @@ from common.harness.grades import ErrorBound, Grade, expected_grade, referee_job
 from common.harness.launch import RankPool
 from common.harness.records import Environment, MemoryPeak, Run, RunRecord
 from common.harness.train import assemble
-from common.job import JobConfig
+from common.job import PASSES, JobConfig
 from parity_tests.planted import EVERYWHERE, ON_TARGET, TARGET, run_planted
 from parity_tests.runs import Runs
 
@@ -270,6 +270,9 @@ def test_reports_and_records_are_plain_json() -> None:
 
 # Grades
 
+NATIVE_3 = {"ranks": 3, "transport": "native"}
+WITHOUT_SUMS = [name for name in PASSES if name != "bucket_reductions"]
+
 
 @pytest.mark.parametrize(
     ("options", "reference", "candidate", "grade"),
@@ -286,6 +289,18 @@ def test_reports_and_records_are_plain_json() -> None:
         ({"ranks": 2}, "torch-fsdp2", "compiled", Grade.BITWISE),
         ({"ranks": 2}, "single", "eager", Grade.REDUCTION_ORDER),
         ({"ranks": 2}, "ddp", "eager", Grade.REDUCTION_ORDER),
+        ({"ranks": 3, "disabled_passes": PASSES}, "eager", "compiled", Grade.BITWISE),
+        ({"disabled_passes": PASSES, "transport": "native"}, "eager", "compiled", Grade.BITWISE),
+        (NATIVE_3 | {"disabled_passes": ["bucket_reductions"]}, "eager", "compiled", Grade.REDUCTION_ORDER),
+        (NATIVE_3 | {"disabled_passes": ["bucket_reductions"]}, "eager", "torch-fsdp2", Grade.BITWISE),
+        (NATIVE_3 | {"disabled_passes": WITHOUT_SUMS}, "eager", "compiled", Grade.BITWISE),
+        ({"block_backend": "aot_eager"}, "eager", "compiled", Grade.BITWISE),
+        ({"block_backend": "aot_eager"}, "single", "ddp", Grade.REDUCTION_ORDER),
+        ({"block_backend": "inductor"}, "eager", "compiled", Grade.COMPILER),
+        ({"block_backend": "inductor"}, "eager", "torch-fsdp2", Grade.COMPILER),
+        ({"block_backend": "inductor"}, "single", "ddp", Grade.COMPILER),
+        ({"block_backend": "inductor"}, "single", "compiled", Grade.REDUCTION_ORDER),
+        ({"block_backend": "inductor"}, "single", "my.engine", Grade.COMPILER),
         ({"backend": "inductor"}, "eager", "compiled", Grade.COMPILER),
         ({"backend": "inductor"}, "eager", "torch-fsdp2", Grade.BITWISE),
         ({"backend": "inductor"}, "single", "compiled", Grade.COMPILER),
@@ -310,6 +325,9 @@ def test_expected_grade_of_two_jobs() -> None:
     assert expected_grade(job, "eager", "compiled", candidate_job=other_plan) is Grade.BITWISE
     native, native_plan = (replace(each, transport="native") for each in (job, other_plan))
     assert expected_grade(native, "eager", "compiled", candidate_job=native_plan) is Grade.REDUCTION_ORDER
+    unpacked = replace(native, disabled_passes=("bucket_reductions",))
+    assert expected_grade(native, "compiled", "compiled", candidate_job=unpacked) is Grade.REDUCTION_ORDER
+    assert expected_grade(native_plan, "compiled", "compiled", candidate_job=unpacked) is Grade.BITWISE
     assert expected_grade(job, "eager", "eager", candidate_job=replace(job, ranks=2)) is Grade.REDUCTION_ORDER
     assert expected_grade(job, "eager", "torch-fsdp2", process_group="nccl") is Grade.BITWISE
 

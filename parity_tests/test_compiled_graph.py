@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from common.errors import ConfigError, EngineError, PassError
 from common.gradient import Transport
+from common.job import PASSES
 from common.mesh import build_mesh
 from common.plan import build_plan
 from common.policy import MixedPrecisionPolicy
@@ -46,12 +47,21 @@ def traced(
     policy: MixedPrecisionPolicy | None = None,
     model: nn.Module | None = None,
     train: bool = True,
+    disabled: tuple[str, ...] = (),
 ) -> list[Graph]:
     """The graphs of one step of a sharded `Net` (or `model`)."""
     model = model or Net()
     buckets = build_plan(model, plan, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
     with fake_ranks(world_size):
-        data_parallel(model, build_mesh(), plan=buckets, mp_policy=policy, backend="aot_eager", transport=transport)
+        data_parallel(
+            model,
+            build_mesh(),
+            plan=buckets,
+            mp_policy=policy,
+            backend="aot_eager",
+            transport=transport,
+            disabled_passes=disabled,
+        )
         return trace(model, TOKENS, train=train)
 
 
@@ -142,6 +152,50 @@ def test_backward_overlaps_gathers_and_reductions_with_compute(graphs: list[Grap
     """A gather is launched before the matmuls of the block ahead, a reduction waited for after the next is launched."""
     _, backward = graphs
     assert order(backward) == "mAAWmR" + 2 * "AWmmmmRw" + "WmmmmRw" + "Rww"
+
+
+def passes(*disabled: str) -> list[str]:
+    """The names of all passes of a pipeline, graph by graph."""
+    with fake_ranks(2):
+        pipeline = graph.Pipeline(build_plan(Net()), build_mesh(), Transport.NATIVE, disabled)
+        lists = [pipeline.joint({}), pipeline.forward(), pipeline.backward(), pipeline.inference({})]
+    return [getattr(each, "func", each).__name__ for each in chain(*lists)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_disabled_pass_is_left_out_alone(name: str) -> None:
+    """Each name that can be disabled is a pass of the pipeline; disabled, it is gone and all others are there."""
+    assert name in passes()
+    assert passes(name) == [other for other in passes() if other != name]
+
+
+def test_without_prefetch_gathers_each_is_waited_for_before_the_next_is_launched() -> None:
+    """In forward and in backward, whatever the plan's flag; buckets stay what they are."""
+    forward, backward = traced(disabled=("prefetch_gathers",))
+    assert order(forward) == "AW" + 3 * "AWmm" + "AWm"
+    assert re.sub("[^AW]", "", order(backward)) == 4 * "AW"
+    assert len(calls(backward, REDUCE_SCATTER)) == BUCKETS["block"]
+
+
+def test_without_delay_reduction_waits_each_is_waited_for_before_the_next_is_launched() -> None:
+    """Nothing is computed and nothing gathered between a reduction and its wait."""
+    _, backward = traced(disabled=("delay_reduction_waits",))
+    assert order(backward).count("Rw") == BUCKETS["block"]
+
+
+@pytest.mark.parametrize("transport", [Transport.NATIVE, Transport.ORDERED])
+def test_without_bucketing_each_parameter_travels_alone(transport: Transport) -> None:
+    """Gathers and reductions are bucketed by passes of their own: without one, that way has the messages of `param`."""
+    kind = REDUCE_SCATTER if transport is Transport.NATIVE else ALL_TO_ALL
+    for disabled, gathers, reductions in (
+        (("bucket_gathers",), "param", "block"),
+        (("bucket_reductions",), "block", "param"),
+        (("bucket_gathers", "bucket_reductions"), "param", "param"),
+    ):
+        forward, backward = traced(disabled=disabled, transport=transport)
+        assert len(calls(forward, GATHER)) == BUCKETS[gathers]
+        assert len(calls(backward, GATHER)) == READ_BY_BACKWARD[gathers]
+        assert len(calls(backward, kind)) == BUCKETS[reductions]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -387,9 +441,13 @@ def test_sharding_twice_is_an_error() -> None:
 
 def test_the_uncompiled_form_refuses_what_only_a_graph_can_do() -> None:
     """Backend "eager" neither buckets nor reshards nor reorders; asked for it, it says which options to change."""
-    settings = "plan param, reshard after forward never, transport native"
+    settings = "plan param, reshard after forward never, no disabled passes, transport native"
     with fake_ranks(2), pytest.raises(ConfigError, match=settings):
-        data_parallel(Net(), build_mesh(), backend="eager", transport=Transport.ORDERED)
+        data_parallel(
+            Net(), build_mesh(), backend="eager", transport=Transport.ORDERED, disabled_passes=["prefetch_gathers"]
+        )
+    with fake_ranks(2), pytest.raises(ConfigError, match="did you mean 'prefetch_gathers'"):
+        data_parallel(Net(), build_mesh(), backend="aot_eager", disabled_passes=["prefetch_gather"])
 
 
 def test_at_world_size_one_nothing_travels() -> None:

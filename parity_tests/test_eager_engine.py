@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.harness.launch import RankPool
+from common.job import JobConfig
 from common.plan import build_plan
 from parity_tests import eager_cases as cases
 
@@ -351,3 +352,10 @@ def test_engine_does_not_use_torchs_own_fsdp() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("engine", ["eager", "torch-fsdp2-prefetch", "ddp"])
+def test_all_blocks_of_a_kind_share_one_graph(pool: RankPool, engine: str) -> None:
+    """Compiled by block, a model of equal blocks is traced once: not per layer, and not again in a later step."""
+    job = JobConfig(block_backend="aot_eager", steps=2, seq=16, batch=4, param_dtype="bf16")
+    assert pool.run(cases.graphs_of_blocks, engine, job, ranks=2) == [1] * 2

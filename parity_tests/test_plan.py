@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from common.blocks import check_blocks
 from common.errors import ConfigError, PlanError
+from common.job import JobConfig
 from common.models import build_model
-from common.plan import BucketPlan, build_plan
+from common.plan import BucketPlan, build_plan, repeated_blocks
 
 
 class Block(nn.Module):
@@ -56,6 +58,28 @@ def test_block_plan_of_llama_is_ends_and_blocks() -> None:
     """The embedding, each block, and norm with output are one bucket each, as torchtitan groups them."""
     plan = build_plan(build_model("llama-debug", seed=0, device="meta"))
     assert modules(plan) == [("tok_embeddings",), ("layers.0",), ("layers.1",), ("layers.2",), ("norm", "output")]
+
+
+def test_repeated_blocks_are_those_that_have_a_bucket_each() -> None:
+    """Each once, by its first name, also where a block has two places, and none of the modules between them."""
+    assert repeated_blocks(build_model("gpt-debug", seed=0, device="meta")) == ["h.0", "h.1", "h.2"]
+    assert repeated_blocks(hugging_face_like()) == ["model.layers.0", "model.layers.1"]
+    block = Block()
+    assert repeated_blocks(Toy(layers=nn.ModuleList([block, Block(), block]))) == ["layers.0", "layers.1"]
+    assert repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def test_only_whole_blocks_with_a_forward_can_be_compiled_apart() -> None:
+    """A hook on a block is outside of what is compiled, one inside is refused, and so is a block that is never run."""
+    job = JobConfig(block_backend="aot_eager")
+    model = build_model("llama-debug", seed=0, device="meta")
+    assert check_blocks(model, job, build_plan(model, "layers.0+norm")) == ["layers.0", "layers.1", "layers.2"]
+    with pytest.raises(PlanError, match=r"inside the block 'layers\.0'"):
+        check_blocks(model, job, build_plan(model, "param"))
+    holders = Toy(layers=nn.ModuleList(nn.ModuleDict({"a": nn.Linear(2, 2)}) for _ in range(2)))
+    for each in (Toy(layers=nn.ModuleList([Toy(a=nn.Linear(2, 2))])), holders, nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match="found none in"):
+            check_blocks(each, job)
 
 
 def test_block_plan_merges_the_ends_of_a_tied_gpt() -> None:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+# The only way to learn how many graphs were traced, and to fail on one that is traced again.
+import torch._dynamo.config
+
 # The collectives of traced graphs, called by hand.
 import torch.distributed._functional_collectives as functional_collectives
+from torch._dynamo.utils import counters
 
 # Reads back the code Inductor generated, to see that the order of the collectives survived to what runs.
 from torch._inductor.utils import run_and_get_code
@@ -14,4 +23,13 @@ from torch.distributed import _make_nccl_premul_sum as premultiplied_sum
 # A process group of any size in one process: compiled graphs can be looked at without ranks.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "functional_collectives", "premultiplied_sum", "run_and_get_code"]
+__all__ = ["FakeStore", "counting_graphs", "functional_collectives", "premultiplied_sum", "run_and_get_code"]
+
+
+@contextmanager
+def counting_graphs() -> Iterator[Callable[[], int]]:
+    """Forget what was traced, raise when anything is traced again, and tell how many graphs there are."""
+    torch.compiler.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield lambda: counters["stats"]["unique_graphs"]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common.baselines import in_job_precision
+from common.blocks import compile_blocks
 from common.errors import EngineError
 from common.job import JobConfig
 from common.policy import DTYPES
@@ -25,9 +26,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
 
     Raises:
         EngineError: no mesh.
+        ConfigError: no blocks to compile.
     """
     if mesh is None:
         raise EngineError("ddp: expected a mesh of the ranks to average over, found None; pass build_mesh()")
+    compile_blocks(model, job)
     group = mesh.get_group()
     parallel = DistributedDataParallel(in_job_precision(model, job), process_group=group)
     if job.reduce_dtype != job.dtype:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from common.blocks import compile_blocks
 from common.errors import PlanError
 from common.job import JobConfig
 from common.plan import BucketPlan, build_plan
@@ -44,6 +45,7 @@ def shard_groups(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> l
     Raises:
         EngineError: no mesh, or one of several dimensions.
         PlanError: groups that `fully_shard` cannot nest.
+        ConfigError, PlanError: blocks that cannot be compiled.
     """
     mesh = check_mesh(mesh)
     ours = job.mp_policy
@@ -54,7 +56,9 @@ def shard_groups(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> l
         cast_forward_inputs=ours.cast_forward_inputs,
     )
     reshard = job.reshard_after_forward == "always"
-    groups = module_groups(build_plan(model, job.plan, reshard_after_forward=reshard))
+    plan = build_plan(model, job.plan, reshard_after_forward=reshard)
+    compile_blocks(model, job, plan)
+    groups = module_groups(plan)
     for group in _bottom_up(group for group in groups if "" not in group.modules):
         modules = [model.get_submodule(name) for name in group.modules]
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)

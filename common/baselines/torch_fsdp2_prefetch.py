@@ -24,7 +24,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
     """Shard `model` in place as `torch_fsdp2` does, and let each group gather the one that is needed after it.
 
     Raises:
-        EngineError, PlanError: see `torch_fsdp2.shard_groups`.
+        EngineError, ConfigError, PlanError: see `torch_fsdp2.shard_groups`.
     """
     groups = torch_fsdp2.shard_groups(model, mesh, job)
     gather_asynchronously(model)

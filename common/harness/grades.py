@@ -69,7 +69,7 @@ from enum import StrEnum
 
 import torch
 
-from common.engine import SHORT_NAMES
+from common.engine import BLOCKWISE, SHORT_NAMES
 from common.gradient import Transport, plan_reduction
 from common.job import JobConfig
 from common.policy import DTYPES
@@ -129,7 +129,8 @@ def expected_grade(
 
 def referee_job(job: JobConfig) -> JobConfig:
     """The job that the engine `single` runs as referee of `job`: all of it in float64, from the same values."""
-    return replace(job, dtype="fp64", param_dtype="fp64", reduce_dtype="fp64", backend="eager")
+    uncompiled = replace(job, backend="eager", block_backend="eager", disabled_passes=())
+    return replace(uncompiled, dtype="fp64", param_dtype="fp64", reduce_dtype="fp64")
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,10 @@ class _Side:
 
     @property
     def may_use_inductor(self) -> bool:
-        """A user's own engine is taken to follow the job's backend."""
-        compiles = self.path == SHORT_NAMES["compiled"] or self.path not in _KNOWN
-        return compiles and self.job.backend == "inductor"
+        """Whole or per block; a user's own engine is taken to follow both backends of the job."""
+        is_own = self.path not in _KNOWN
+        whole = (is_own or self.path == SHORT_NAMES["compiled"]) and self.job.backend == "inductor"
+        return whole or ((is_own or self.path in BLOCKWISE) and self.job.block_backend == "inductor")
 
     @property
     def is_ordered(self) -> bool:
@@ -163,6 +165,12 @@ class _Side:
         has_hooks = self.path in (SHORT_NAMES["eager"], *_TORCHS)
         return self.job.plan if has_hooks and self.job.plan not in ("block", "model") else None
 
+    @property
+    def packing(self) -> str:
+        """The plan by which gradients share messages; a compiled graph that does not bucket them sends each alone."""
+        is_compiled = self.path == SHORT_NAMES["compiled"]
+        return "param" if is_compiled and "bucket_reductions" in self.job.disabled_passes else self.job.plan
+
     def sums_like(self, other: _Side) -> bool:
         """Whether both add the same terms in the same order.
 
@@ -173,8 +181,8 @@ class _Side:
             return False
         if self.job.ranks <= 2 or (self.is_ordered and other.is_ordered):
             return True
-        packed_alike = self.job.plan == other.job.plan and not (
-            self.job.plan == "param" and (self.path in _TORCHS) != (other.path in _TORCHS)
+        packed_alike = self.packing == other.packing and not (
+            self.packing == "param" and (self.path in _TORCHS) != (other.path in _TORCHS)
         )
         return not self.is_ordered and not other.is_ordered and packed_alike
 

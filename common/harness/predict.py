@@ -7,6 +7,10 @@ parameter padded to the same number of rows on every rank):
     eager      G gathers               G gathers if weights are given back, else none   one per bucket that is trained
     compiled   G gathers               as eager, but only of what backward reads        one per bucket that is trained
 
+A compiled engine that leaves out `bucket_gathers` or `bucket_reductions` (`JobConfig.disabled_passes`) sends that way
+one message per parameter: forward gathers each, backward each that it reads. Each is padded alone in a bucket too, so
+bytes do not change.
+
 Gathers carry S in the compute dtype, reductions S (of trained parameters) in the reduction dtype. On one rank
 nothing travels. Ordered reductions travel as all-to-all, see [Note: rank order] in `common.gradient`.
 
@@ -115,12 +119,12 @@ def _is_covered(model: nn.Module) -> bool:
 
 def _predict_eager(setting: _Setting) -> list[CollectiveCount]:
     buckets = [bucket.params for bucket in build_plan(setting.model, setting.job.plan).buckets]
-    return _by_whole_buckets(setting, buckets, setting.reduction_kind())
+    return _counts(setting, buckets, buckets, buckets)
 
 
 def _predict_torch_fsdp2(setting: _Setting) -> list[CollectiveCount]:
     groups = [group.params for group in module_groups(build_plan(setting.model, setting.job.plan))]
-    return _by_whole_buckets(setting, groups, "reduce_scatter")
+    return _counts(setting, groups, groups, groups, reduction="reduce_scatter")
 
 
 def _predict_compiled(setting: _Setting) -> list[CollectiveCount] | None:
@@ -128,26 +132,30 @@ def _predict_compiled(setting: _Setting) -> list[CollectiveCount] | None:
     if read is None or setting.job.backend == "eager":  # not compiled: no graph, so no buckets
         return None
     buckets = [bucket.params for bucket in build_plan(setting.model, setting.job.plan).buckets]
-    again = [[name for name in params if name in read] for params in buckets]
-    return _counts(setting, buckets, [params for params in again if params], setting.reduction_kind())
-
-
-def _by_whole_buckets(setting: _Setting, buckets: list[tuple[str, ...]], reduction: str) -> list[CollectiveCount]:
-    return _counts(setting, buckets, buckets, reduction)
+    alone = [(name,) for params in buckets for name in params]
+    gathered = alone if "bucket_gathers" in setting.job.disabled_passes else buckets
+    reduced = alone if "bucket_reductions" in setting.job.disabled_passes else buckets
+    again = [[name for name in params if name in read] for params in gathered]
+    return _counts(setting, gathered, [params for params in again if params], reduced)
 
 
 def _counts(
     setting: _Setting,
     forward: Iterable[Iterable[str]],
     backward: Iterable[Iterable[str]],
-    reduction: str,
+    reduced: Iterable[Iterable[str]],
+    *,
+    reduction: str | None = None,
 ) -> list[CollectiveCount]:
-    """Counts for the buckets gathered in forward, those gathered again if weights are given back, and reductions."""
-    forward, backward = list(forward), list(backward)
+    """Counts for the messages gathered in forward, those gathered again if weights are given back, and reductions.
+
+    Those travel as our own engines' do, if `reduction` does not say how.
+    """
+    reduction = reduction or setting.reduction_kind()
     counts = [_count(FORWARD, "all_gather", [setting.gathered_bytes(params) for params in forward])]
     if setting.job.reshard_after_forward == "always":
         counts.append(_count(BACKWARD, "all_gather", [setting.gathered_bytes(params) for params in backward]))
-    counts.append(_count(BACKWARD, reduction, [setting.reduced_bytes(params) for params in forward]))
+    counts.append(_count(BACKWARD, reduction, [setting.reduced_bytes(params) for params in reduced]))
     return sorted((count for count in counts if count.count), key=lambda count: (count.phase == BACKWARD, count.kind))
 
 
