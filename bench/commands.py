@@ -1,4 +1,4 @@
-"""The four commands, from options to exit code.
+"""The five commands, from options to exit code.
 
 `compare`, in phases:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -27,19 +27,21 @@ from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmar
 from bench.benchmark_tables import benchmark_document
 from bench.documents import comparison_document
 from bench.judge import REFEREE, judge, judged_pairs, needs_referee
+from bench.lanes import lanes_document
 from bench.listing import list_document
-from bench.options import BenchCell, BenchOptions, CompareOptions, ListOptions, ShowOptions, parse
+from bench.options import BenchCell, BenchOptions, CompareOptions, LanesOptions, ListOptions, ShowOptions, parse
 from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
 from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
+from bench.trace_files import load_steps, save_trace
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import referee_job
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run, save_record
 from common.harness.stopwatch import Timing
-from common.harness.train import assemble, run_job
+from common.harness.train import RankResult, assemble, run_ranks
 from common.job import JobConfig
 
 HOLDS, FAILS = 0, 1
@@ -51,6 +53,8 @@ def run(words: Sequence[str]) -> int:
         options = parse(words)
         if isinstance(options, ListOptions):
             return list_names(options)
+        if isinstance(options, LanesOptions):
+            return lanes(options)
         if isinstance(options, BenchOptions):
             return bench(options)
         return show(options) if isinstance(options, ShowOptions) else compare(options)
@@ -70,7 +74,7 @@ def compare(options: CompareOptions) -> int:
     created = datetime.now().astimezone()
     with open_ranks(job.ranks) as ranks:
         folder = make_run_folder(options.out, job, created) if ranks.is_main else None
-        runs = _run_all(ranks, jobs, folder, options.timeout_s)
+        runs = _run_all(ranks, jobs, folder, options.timeout_s, traced=options.engines if options.profile else ())
     comparison = Comparison(
         created=created.isoformat(timespec="seconds"),
         job=job,
@@ -117,17 +121,18 @@ def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Pat
     jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
     with ranks:
         runs = _run_all(ranks, jobs, folder, options.timeout_s)
-    timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s)
+    timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s, profile=options.profile)
     with watch(options.engines, job.steps, turns=options.turns, show=ranks.is_main) as watcher:
         timed = take_turns(
             ranks, options.engines, job, timing, turns=options.turns, timeout_s=options.timeout_s, watcher=watcher
         )
     turns: dict[str, TurnsByRank] = {}
     for engine, by_rank in timed.items():
-        runs[engine] = assemble(engine, job, [each.result for each in by_rank])
+        results = [each.result for each in by_rank]
+        runs[engine] = assemble(engine, job, results)
         turns[engine] = list(zip(*(each.turns for each in by_rank), strict=True))
         if folder is not None:
-            save_record(folder, *runs[engine], name=engine)
+            _save(folder, engine, runs[engine], results)
     if folder is not None:
         save_turns(folder, turns)
     records = {engine: runs[engine][0] for engine in turns}
@@ -148,23 +153,49 @@ def show(options: ShowOptions) -> int:
     return HOLDS if comparison.holds else FAILS
 
 
+def lanes(options: LanesOptions) -> int:
+    """Draw one step of several engines, from the traces of a run."""
+    folder = find_run(options.run, options.out)
+    steps = load_steps(folder, options.engines, cell=options.cell, rank=options.rank)
+    emit(lanes_document(steps, rank=options.rank, width=options.width), options.format)
+    return HOLDS
+
+
 def list_names(options: ListOptions) -> int:
     """Print what options can be given."""
     emit(list_document(), options.format)
     return HOLDS
 
 
-def _run_all(ranks: Ranks, jobs: Mapping[str, JobConfig], folder: Path | None, timeout_s: float) -> dict[str, Run]:
-    """Run each job in turn; write its record to `folder`, if this process is the one to write."""
+def _run_all(
+    ranks: Ranks,
+    jobs: Mapping[str, JobConfig],
+    folder: Path | None,
+    timeout_s: float,
+    *,
+    traced: Container[str] = (),
+) -> dict[str, Run]:
+    """Run each job in turn; write what it leaves to `folder`, if this process is the one to write."""
     runs: dict[str, Run] = {}
     steps = next(iter(jobs.values())).steps
     with watch(list(jobs), steps, show=ranks.is_main) as watcher:
         for name, job in jobs.items():
             engine = "single" if name == REFEREE else name
-            runs[name] = run_job(ranks, engine, job, on_progress=watcher.begin(name), timeout_s=timeout_s)
+            results = run_ranks(
+                ranks, engine, job, profile=name in traced, on_progress=watcher.begin(name), timeout_s=timeout_s
+            )
+            runs[name] = assemble(engine, job, results)
             if folder is not None:
-                save_record(folder, *runs[name], name=name)
+                _save(folder, name, runs[name], results)
     return runs
+
+
+def _save(folder: Path, name: str, run: Run, results: Iterable[RankResult | None]) -> None:
+    """Write one engine's record, and its traces if there are any."""
+    save_record(folder, *run, name=name)
+    for result in results:
+        if result is not None and result.trace is not None:
+            save_trace(folder, name, result.trace)
 
 
 def _tell(error: ParityError) -> None:

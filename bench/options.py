@@ -26,6 +26,7 @@ class CompareOptions:
         out: folder that gets one folder per run.
         format: one of `bench.parser.FORMATS`.
         timeout_s: for one engine, compilation included.
+        profile: trace one step of each candidate.
     """
 
     job: JobConfig
@@ -34,6 +35,7 @@ class CompareOptions:
     out: Path
     format: str
     timeout_s: float
+    profile: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class BenchOptions:
         out: folder that gets one folder per run.
         format: one of `bench.parser.FORMATS`.
         timeout_s: for one engine to be built and trained, and again for each turn.
+        profile: trace one step of each engine on its link.
     """
 
     cells: tuple[BenchCell, ...]
@@ -61,6 +64,7 @@ class BenchOptions:
     out: Path
     format: str
     timeout_s: float
+    profile: bool
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,37 @@ class ShowOptions:
 
 
 @dataclass(frozen=True)
+class LanesOptions:
+    """What `lanes` was asked for.
+
+    Attributes:
+        run, out: as in `ShowOptions`.
+        engines: which to draw, by name; none for all that were traced.
+        cell: of a benchmark, from 1.
+        rank: whose step.
+        width: characters of the longest step.
+    """
+
+    run: str
+    out: Path
+    engines: tuple[str, ...]
+    cell: int
+    rank: int
+    width: int
+    format: str
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """What `list` was asked for."""
 
     format: str
 
 
-def parse(words: Sequence[str]) -> CompareOptions | BenchOptions | ShowOptions | ListOptions:
+Options = CompareOptions | BenchOptions | ShowOptions | LanesOptions | ListOptions
+
+
+def parse(words: Sequence[str]) -> Options:
     """Read a command and its options.
 
     Raises:
@@ -99,9 +127,12 @@ def parse(words: Sequence[str]) -> CompareOptions | BenchOptions | ShowOptions |
         return ListOptions(found.format)
     if found.command == "show":
         return ShowOptions(found.run, found.out, found.format)
+    if found.command == "lanes":
+        return LanesOptions(found.run, found.out, found.engines, found.cell, found.rank, found.width, found.format)
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
     if found.command == "bench":
         return _bench_options(found, given)
+    _check_latency(parse_link(found.link), found.timeout)
     return CompareOptions(
         job=JobConfig(**given),
         engines=_candidates(found.engines, found.reference),
@@ -109,6 +140,7 @@ def parse(words: Sequence[str]) -> CompareOptions | BenchOptions | ShowOptions |
         out=found.out,
         format=found.format,
         timeout_s=found.timeout,
+        profile=found.profile,
     )
 
 
@@ -124,13 +156,11 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         raise ConfigError(f"sweep: torchrun started {launched} ranks, and only it can start others; do not sweep ranks")
     cells = []
     for values in itertools.product(*sweep.values()):
-        job = dict(zip(sweep, values, strict=True))
-        link = parse_link(job.pop("link", found.link))
-        if any(spec and spec.alpha_s >= found.timeout for spec in (link.across, link.within)):
-            raise ConfigError(
-                f"link {link.name}: an operation takes longer than the {found.timeout:g} s of --timeout; raise that"
-            )
-        cells.append(BenchCell(JobConfig(**given | job), link))
+        cell = given | dict(zip(sweep, values, strict=True))
+        link = parse_link(cell["link"])
+        _check_latency(link, found.timeout)
+        # judged on what carries the timed steps, at no cost
+        cells.append(BenchCell(JobConfig(**cell | {"link": "none" if link.across else link.name}), link))
     return BenchOptions(
         cells=tuple(cells),
         swept=tuple(sweep),
@@ -141,7 +171,15 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         out=found.out,
         format=found.format,
         timeout_s=found.timeout,
+        profile=found.profile,
     )
+
+
+def _check_latency(link: LinkChoice, timeout_s: float) -> None:
+    if any(spec and spec.alpha_s >= timeout_s for spec in (link.across, link.within)):
+        raise ConfigError(
+            f"link {link.name}: an operation takes longer than the {timeout_s:g} s of --timeout; raise that"
+        )
 
 
 def _candidates(engines: tuple[str, ...], reference: str) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ RUNS = Path("runs")
 BENCH_STEPS = 3
 """Judged before an engine is timed."""
 DEFAULT_LINK = "pcie"
+LANES_WIDTH = 100
 BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
 SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend", "block_backend", "disabled_passes")
 EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="render the records of a run again")
     show.add_argument("run", metavar="RUN", help='a folder that compare or bench wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
+    _add_lanes(commands.add_parser("lanes", help="draw a traced step of several engines under each other"))
     names = commands.add_parser("list", help="engines, models, plans, backends, passes, transports and dtypes")
     for command in (show, names):
         _add_format(command)
@@ -73,6 +75,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXIT_CODES + JOINS
     _add_job(parser, JobConfig())
     add = parser.add_argument_group("what is judged, and where it goes").add_argument
+    _add_link(add, JobConfig().link)
     _add_judgement(add, DEFAULT_ENGINES)
     _add_format(parser)
 
@@ -82,12 +85,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXIT_CODES + JOINS
     _add_job(parser, JobConfig(steps=BENCH_STEPS))
     add = parser.add_argument_group("what is timed").add_argument
-    add(
-        "--link",
-        default=DEFAULT_LINK,
-        metavar="NAME|SPEC",
-        help="what collectives travel on: a preset, or latency and bandwidth as in 1ms,150MB/s (default: %(default)s)",
-    )
+    _add_link(add, DEFAULT_LINK)
     add("--turns", type=_count, default=7, metavar="N", help="turns of each engine (default: %(default)s)")
     add("--turn-steps", type=_count, default=3, metavar="N", help="steps timed in a turn (default: %(default)s)")
     add(
@@ -100,6 +98,24 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what has to agree, and where it goes").add_argument
     _add_judgement(add, BENCH_ENGINES)
+    _add_format(parser)
+
+
+def _add_lanes(parser: argparse.ArgumentParser) -> None:
+    """The options of `lanes`."""
+    add = parser.add_argument
+    add("run", metavar="RUN", help='a folder that compare or bench wrote with --profile, or "latest"')
+    add("--engines", type=_names, default=(), metavar="A,B", help="which to draw (default: all that were traced)")
+    add("--cell", type=_count, default=1, metavar="N", help="of a benchmark with a sweep (default: %(default)s)")
+    add("--rank", type=_rank, default=0, metavar="N", help="whose step (default: %(default)s)")
+    add(
+        "--width",
+        type=_count,
+        default=LANES_WIDTH,
+        metavar="N",
+        help="characters of the longest step (default: %(default)s)",
+    )
+    add("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
     _add_format(parser)
 
 
@@ -161,6 +177,15 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
     )
 
 
+def _add_link(add: Callable[..., object], default: str) -> None:
+    add(
+        "--link",
+        default=default,
+        metavar="NAME|SPEC",
+        help="what collectives travel on: a preset, or latency and bandwidth as in 1ms,150MB/s (default: %(default)s)",
+    )
+
+
 def _add_judgement(add: Callable[..., object], engines: str) -> None:
     add("--engines", type=_names, default=engines, metavar="A,B", help="candidates (default: %(default)s)")
     add("--reference", default=DEFAULT_REFERENCE, metavar="A", help="judge them against it (default: %(default)s)")
@@ -172,6 +197,7 @@ def _add_judgement(add: Callable[..., object], engines: str) -> None:
         metavar="S",
         help="seconds one engine may take, compilation included (default: %(default)g)",
     )
+    add("--profile", action="store_true", help="trace one step of each candidate, for Perfetto and the command lanes")
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +225,10 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 999999, found {text!r}")
     return int(text)
+
+
+def _rank(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _passes(text: str) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class JobConfig:
             `common.blocks`; "eager" compiles none.
         disabled_passes: of `PASSES`, those that the compiled engine leaves out; given in any order.
         transport: how reductions travel, see `common.gradient`.
+        link: what collectives travel on while the job is judged, see `common.harness.link`.
         optimizer: "sgd" or "adamw".
         lr: learning rate.
         data: text file, folder of text, or `.bin` of uint16 tokens; None is the standard library's source.
@@ -62,6 +63,7 @@ class JobConfig:
     block_backend: str = "eager"
     disabled_passes: tuple[str, ...] = ()
     transport: str = Transport.AUTO.value
+    link: str = "gloo"
     optimizer: str = "sgd"
     lr: float = 0.1
     data: str | None = None

@@ -47,7 +47,7 @@ def graph_range(buckets: Mapping[str, Sequence[str]]) -> Callable[[], AbstractCo
 def read_bucket(name: str) -> tuple[str, str] | None:
     """Event and bucket of a range that `bucket_range`, or torch, named; None if `name` is another one's."""
     match = _OF_BUCKET.fullmatch(name)
-    return (match[1], match[2]) if match else None
+    return (match[1], match[2].replace(", ", "+")) if match else None  # torch joins modules by commas
 
 
 def read_graph(name: str) -> dict[str, list[str]] | None:

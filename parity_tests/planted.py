@@ -119,7 +119,8 @@ ON_TARGET: Mapping[str, Fault] = {
 
 def run_planted(context: RankContext, fault: str, job: JobConfig) -> RankResult | None:
     """Train `job` with one fault, by its name in `EVERYWHERE` or `ON_TARGET`."""
-    return train(context, Engine(f"planted: {fault}", partial(_parallelize, fault), True), job)
+    training = train(context, Engine(f"planted: {fault}", partial(_parallelize, fault), True), job)
+    return training and training.result
 
 
 def _parallelize(fault: str, model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn.Module:

@@ -2,7 +2,7 @@
 
 `time_engine` on each rank of an engine that has ranks of its own, in phases:
 
-1. a whole run of `train`: what is timed afterwards is the very model that was judged;
+1. a whole run of `train`: what is timed afterwards is the very model that was judged; on request one step is traced;
 2. sleep until it is this engine's turn: all others sleep meanwhile;
 3. a turn: some steps on the free link, which is compute alone, then some on the link that was asked for;
 4. again from 2, until there are no more turns.
@@ -36,7 +36,7 @@ from common.errors import ConfigError
 from common.harness.launch import OnProgress, Progress, RankContext
 from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
 from common.harness.rank import set_initial_state
-from common.harness.train import RankResult, Training, prepare
+from common.harness.train import RankResult, Training, train
 from common.job import JobConfig
 
 READY, TURN = "ready", "turn"
@@ -55,11 +55,13 @@ class Timing:
         link: what its collectives travel on.
         steps: timed per turn on each of the two links, after one that is not.
         timeout_s: how long an operation on the link waits for a rank.
+        profile: trace a step on the link, before the first turn.
     """
 
     link: LinkChoice
     steps: int
     timeout_s: float
+    profile: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -132,7 +134,7 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
     Raises:
         ConfigError, EngineError: see `common.harness.train.run_engine`.
     """
-    training = _train(context, engine_name, job)
+    training = _train(context, engine_name, job, timing)
     if training is None:
         return None
     turns: list[TimedTurn] = []
@@ -169,7 +171,7 @@ def time_engines(
     for name in engine_names:
         set_initial_state()  # as if it were the only one
         own = _heard_by(context, listen(name))
-        seats.append((own, _train(own, name, job), []))
+        seats.append((own, _train(own, name, job, timing), []))
         dist.barrier()
         own.progress(READY)
     for own, training, taken in in_turns(seats, turns):
@@ -196,13 +198,13 @@ def _heard_by(context: RankContext, hear: OnProgress) -> RankContext:
     return replace(context, report=report)
 
 
-def _train(context: RankContext, engine_name: str, job: JobConfig) -> Training | None:
+def _train(context: RankContext, engine_name: str, job: JobConfig, timing: Timing) -> Training | None:
     """The whole judged run, ready to be timed; None on a rank that takes no part."""
-    engine = load_engine(engine_name)
-    if not engine.data_parallel and context.rank != 0:
-        return None
-    training = prepare(context, engine, job)
-    training.run(context)
+    training = train(context, load_engine(engine_name), job)
+    if training is not None and timing.profile:
+        with emulate(timing.link, timeout_s=timing.timeout_s) as meter:
+            training.plain_step(0)
+            training.traced_step(meter)
     return training
 
 

@@ -5,6 +5,7 @@ One run, in phases:
 1. build the model (the same values on every rank), predict the collectives, let the engine shard it;
 2. train the job's steps, each in the order forward, backward, gradients collected, optimizer;
 3. one more step under the collectives instrument, and one under the memory instrument: what is profiled is not judged;
+   on request one more is traced;
 4. in the parent, put the ranks' results together.
 
 The loss is taken here, outside the engine, on each rank over its own sequences.
@@ -27,7 +28,9 @@ from common.errors import ConfigError, EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
 from common.harness.instruments.memory import live_bytes, live_tensors, measure_memory
+from common.harness.instruments.trace import Trace, record_trace
 from common.harness.launch import OnProgress, RankContext, Ranks
+from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
 from common.job import JobConfig
@@ -44,6 +47,7 @@ class RankResult:
         losses: [step], mean over this rank's sequences.
         gradients: [step].
         first_step_s: time of the first step, compilation included.
+        trace: one step, if it was asked for.
     """
 
     process_group: str
@@ -53,6 +57,7 @@ class RankResult:
     predicted: list[CollectiveCount] | None = None
     memory: MemoryPeak | None = None
     first_step_s: float = 0.0
+    trace: Trace | None = None
 
 
 def run_job(
@@ -60,13 +65,33 @@ def run_job(
 ) -> Run:
     """Run `job` on one engine; return its record and its whole gradients of step 0.
 
+    Raises: as `run_ranks`.
+    """
+    return assemble(engine_name, job, run_ranks(ranks, engine_name, job, on_progress=on_progress, timeout_s=timeout_s))
+
+
+def run_ranks(
+    ranks: Ranks,
+    engine_name: str,
+    job: JobConfig,
+    *,
+    profile: bool = False,
+    on_progress: OnProgress | None = None,
+    timeout_s: float = 600.0,
+) -> list[RankResult | None]:
+    """Run `job` on one engine; return what each rank saw, None for one that took no part.
+
+    Args:
+        profile: trace a step, too.
+
     Raises:
         ConfigError: an unknown engine, model or plan, data that do not fit.
         RankError: a rank raised, died or hung.
     """
     load_engine(engine_name)  # a wrong name is told here, not by a rank
-    results = ranks.run(run_engine, engine_name, job, ranks=job.ranks, timeout_s=timeout_s, on_progress=on_progress)
-    return assemble(engine_name, job, results)
+    return ranks.run(
+        run_engine, engine_name, job, profile, ranks=job.ranks, timeout_s=timeout_s, on_progress=on_progress
+    )
 
 
 def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | None]) -> Run:
@@ -91,23 +116,27 @@ def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | No
     return record, main.gradients[0].kept
 
 
-def run_engine(context: RankContext, engine_name: str, job: JobConfig) -> RankResult | None:
+def run_engine(context: RankContext, engine_name: str, job: JobConfig, profile: bool = False) -> RankResult | None:
     """Train `job` on the engine called `engine_name`, on this rank; None on a rank that the engine does not use.
 
     Raises:
         ConfigError: an unknown engine, model or plan, data that do not fit the model.
         EngineError: the engine broke the contract of `common.engine`.
     """
-    return train(context, load_engine(engine_name), job)
+    training = train(context, load_engine(engine_name), job, profile=profile)
+    return None if training is None else training.result
 
 
-def train(context: RankContext, engine: Engine, job: JobConfig) -> RankResult | None:
+def train(context: RankContext, engine: Engine, job: JobConfig, *, profile: bool = False) -> Training | None:
     """Train `job` on `engine`, on this rank; see `run_engine`."""
     if not engine.data_parallel and context.rank != 0:
         return None
-    training = prepare(context, engine, job)
-    training.run(context)
-    return training.result
+    with emulate(parse_link(job.link)) as meter:
+        training = prepare(context, engine, job)
+        training.run(context)
+        if profile:
+            training.traced_step(meter)
+    return training
 
 
 @dataclass
@@ -159,6 +188,11 @@ class Training:
         with measure_memory(live_bytes(ignore=(*self.others, *recorded))) as memory:
             self.plain_step(self.job.steps + 1)
         self.result.memory = memory.peak
+
+    def traced_step(self, meter: Meter) -> None:
+        """One more step, traced; `meter` is that of the link it runs on."""
+        with record_trace(self.rank, self.ranks, meter) as self.result.trace:
+            self.plain_step(0)
 
     def plain_step(self, step: int) -> None:
         """One step of which nothing is recorded."""

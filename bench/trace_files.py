@@ -1,0 +1,120 @@
+"""Traces on disk, one file per engine and rank, as Perfetto (ui.perfetto.dev) and chrome://tracing open them.
+
+runs/<run>/[cell-<i>/]<engine>-rank<r>.trace.json
+
+Each lane is a thread of the process that stands for the rank. What the format has no place for is in `args`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.store import is_benchmark, naming, read_json
+from common.errors import ConfigError
+from common.harness.instruments.trace import OPERATORS, Span, Trace
+
+SUFFIX = ".trace.json"
+_FILE = re.compile(r"(?P<engine>.+)-rank(?P<rank>[0-9]+)\.trace\.json")
+
+
+def save_trace(folder: Path, engine: str, trace: Trace) -> None:
+    """Write one rank's step to `folder`, which is there."""
+    lanes = list(dict.fromkeys(span.lane for span in trace.spans))
+    events: list[dict[str, Any]] = [_metadata("process_name", trace.rank, 0, f"{engine}, rank {trace.rank}")]
+    for number, lane in enumerate(lanes):
+        events.append(_metadata("thread_name", trace.rank, number, lane))
+        events.append({**_metadata("thread_sort_index", trace.rank, number, ""), "args": {"sort_index": number}})
+    events += [_event(span, trace.rank, lanes.index(span.lane)) for span in trace.spans]
+    data = {"displayTimeUnit": "ms", "traceEvents": events}
+    (folder / f"{engine}-rank{trace.rank}{SUFFIX}").write_text(json.dumps(data))
+
+
+def saved_traces(folder: Path) -> dict[str, dict[int, Path]]:
+    """The traces in a folder, by engine and rank."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
+        if match := _FILE.fullmatch(path.name):
+            found.setdefault(match["engine"], {})[int(match["rank"])] = path
+    return found
+
+
+def load_steps(folder: Path, engines: Sequence[str], *, cell: int, rank: int) -> dict[str, list[Span]]:
+    """The traced steps of one rank, by engine.
+
+    Args:
+        folder: of a comparison or benchmark.
+        engines: which, by name; all that were traced if none is given.
+        cell: of a benchmark, from 1.
+        rank: whose.
+
+    Raises:
+        ConfigError: there is no such trace.
+    """
+    place = folder / f"cell-{cell}" if is_benchmark(folder) else folder
+    if not place.is_dir():
+        cells = len(list(folder.glob("cell-*")))
+        raise ConfigError(f"run {folder}: expected a cell from 1 to {cells}, found {cell}")
+    traces = saved_traces(place)
+    if not traces:
+        raise ConfigError(f"run {place}: holds no traces; run it with --profile")
+    for engine in engines or traces:
+        if engine not in traces:
+            raise ConfigError(f"run {place}: no trace of {engine!r}, those of {', '.join(traces)} are there")
+        if rank not in traces[engine]:
+            raise ConfigError(f"run {place}: engine {engine!r} ran on ranks 0 to {max(traces[engine])}, found {rank}")
+    return {engine: load_spans(traces[engine][rank]) for engine in engines or traces}
+
+
+def load_spans(path: Path) -> list[Span]:
+    """The spans of a trace, but for those of operators.
+
+    Raises:
+        ConfigError: the file is broken.
+    """
+    with naming(path):
+        events = read_json(path)["traceEvents"]
+        if not isinstance(events, list):
+            raise ConfigError(
+                f"{path}: expected a list of events, found {type(events).__name__}; run with --profile again"
+            )
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        return list(_spans(events, lanes))
+
+
+def _spans(events: Iterable[dict[str, Any]], lanes: dict[int, str]) -> Iterable[Span]:
+    for event in events:
+        if event["ph"] == "X" and lanes[event["tid"]] != OPERATORS:
+            start_s = event["ts"] / 1e6
+            details = event["args"]
+            yield Span(
+                lanes[event["tid"]],
+                event["cat"],
+                details["subject"],
+                start_s,
+                start_s + event["dur"] / 1e6,
+                details.get("bytes", 0),
+            )
+
+
+def _event(span: Span, rank: int, thread: int) -> dict[str, Any]:
+    """One span, named as a viewer shows it: what is done and for whom."""
+    title = span.name if span.lane in (OPERATORS, span.kind) and span.name else f"{span.kind} {span.name}".strip()
+    details: dict[str, Any] = {"subject": span.name} | ({"bytes": span.bytes} if span.bytes else {})
+    return {
+        "ph": "X",
+        "name": title,
+        "cat": span.kind,
+        "pid": rank,
+        "tid": thread,
+        "ts": span.start_s * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": details,
+    }
+
+
+def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": value}}
