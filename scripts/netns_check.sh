@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does the emulated link rank schedules as a real one does? Real sockets and a real shaper against the time model.
 #
-#   sudo scripts/netns_check.sh                      1200 Mbit/s; about three minutes on two quiet cores
+#   sudo scripts/netns_check.sh                      1200 Mbit/s; took four minutes on two busy cores
 #   sudo RATE_MBIT=800 scripts/netns_check.sh --turns 9
 #   sudo PYTHON=.venv/bin/python scripts/netns_check.sh
 #
