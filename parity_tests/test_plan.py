@@ -65,7 +65,8 @@ def test_repeated_blocks_are_those_that_have_a_bucket_each() -> None:
     assert repeated_blocks(build_model("gpt-debug", seed=0, device="meta")) == ["h.0", "h.1", "h.2"]
     assert repeated_blocks(hugging_face_like()) == ["model.layers.0", "model.layers.1"]
     block = Block()
-    assert repeated_blocks(Toy(layers=nn.ModuleList([block, Block(), block]))) == ["layers.0", "layers.1"]
+    shared = Toy(layers=nn.ModuleList([block, Block()]), again=nn.ModuleList([block]))
+    assert repeated_blocks(shared) == ["layers.0", "layers.1"]
     assert repeated_blocks(nn.Linear(2, 2)) == []
 
 
