@@ -22,7 +22,7 @@ from common.engine import BLOCKWISE, SHORT_NAMES
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn
-from common.job import JobConfig
+from common.job import FAKE_LINK, JobConfig
 
 FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 CHANCE = 0.05
@@ -60,7 +60,7 @@ class BenchRow:
         failures: why its figures do not count: the engine disagrees with the reference, or its collectives are not
             those of the plan. With one, the figures below are None.
         step_s: one step, the slowest rank's.
-        tokens_per_s: of the whole batch.
+        tokens_per_s: of the whole batch; None where one rank stands for all.
         compute_s: one step on the free link.
         busy_s: how long the link was occupied in one step.
         exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide. This and
@@ -113,7 +113,7 @@ def bench_rows(
     Args:
         job: what all of them ran.
         records: by engine.
-        reports: by engine, against the reference.
+        reports: by engine, against the reference; empty where nothing can be judged.
         turns: by engine, in the order of the rows.
         has_model: whether the link has a time model; gloo itself has none.
     """
@@ -121,7 +121,7 @@ def bench_rows(
     base: TurnsByRank | None = None
     for engine, taken in turns.items():
         backend = computed_by(engine, job)
-        found = failures([reports[engine]], {engine: records[engine]})
+        found = failures([reports[engine]] if reports else [], {engine: records[engine]})
         if found:
             rows.append(BenchRow(engine, backend, tuple(found)))
             continue
@@ -156,7 +156,7 @@ def _row(
         engine,
         backend,
         step_s=step,
-        tokens_per_s=job.batch * job.seq / step.median,
+        tokens_per_s=None if job.link == FAKE_LINK else job.batch * job.seq / step.median,
         compute_s=statistics.median(per_turn(turns, lambda step: step.step_s, max, free=True)),
         peak_bytes=max(peak.peak_bytes for peak in record.memory),
         collectives=sum(count.count for count in record.collectives),

@@ -42,7 +42,7 @@ from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run, save_record
 from common.harness.stopwatch import Timing
 from common.harness.train import RankResult, assemble, run_ranks
-from common.job import JobConfig
+from common.job import FAKE_LINK, JobConfig
 
 HOLDS, FAILS = 0, 1
 
@@ -94,7 +94,7 @@ def bench(options: BenchOptions) -> int:
     for cell in options.cells:
         check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines))
     created = datetime.now().astimezone()
-    ranks = open_ranks(max(cell.job.ranks for cell in options.cells))
+    ranks = open_ranks(max(cell.job.processes for cell in options.cells))
     folder = make_run_folder(options.out, options.cells[0].job, created) if ranks.is_main else None
     benchmark = Benchmark(
         created=created.isoformat(timespec="seconds"),
@@ -117,10 +117,12 @@ def bench(options: BenchOptions) -> int:
 def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Path | None) -> Cell:
     """Judge and time the engines of one cell; write their records and turns to `folder`, if there is one."""
     job, link = cell.job, cell.link
-    pairs = [(options.reference, engine) for engine in options.engines]
-    jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
-    with ranks:
-        runs = _run_all(ranks, jobs, folder, options.timeout_s)
+    pairs = [] if job.link == FAKE_LINK else [(options.reference, engine) for engine in options.engines]
+    runs: dict[str, Run] = {}
+    if pairs:
+        jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
+        with ranks:
+            runs = _run_all(ranks, jobs, folder, options.timeout_s)
     timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s, profile=options.profile)
     with watch(options.engines, job.steps, turns=options.turns, show=ranks.is_main) as watcher:
         timed = take_turns(
@@ -136,7 +138,7 @@ def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Pat
     if folder is not None:
         save_turns(folder, turns)
     records = {engine: runs[engine][0] for engine in turns}
-    reports = dict(zip(options.engines, judge(pairs, runs), strict=True))
+    reports = {engine: report for (_, engine), report in zip(pairs, judge(pairs, runs), strict=True)}
     rows = bench_rows(job, records, reports, turns, has_model=link.across is not None)
     return Cell(job, link.name, link.describe(), tuple(rows))
 

@@ -12,7 +12,7 @@ from typing import Any
 from bench.parser import build_parser, torchrun_ranks
 from common.errors import ConfigError
 from common.harness.link import LinkChoice, parse_link
-from common.job import JobConfig
+from common.job import FAKE_LINK, JobConfig
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def parse(words: Sequence[str]) -> Options:
     if found.command == "bench":
         return _bench_options(found, given)
     _check_latency(parse_link(found.link), found.timeout)
+    if found.link == FAKE_LINK:
+        raise ConfigError("link fake: moves nothing, so there is nothing to judge; use bench, or another link")
     return CompareOptions(
         job=JobConfig(**given),
         engines=_candidates(found.engines, found.reference),
@@ -159,6 +161,8 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         cell = given | dict(zip(sweep, values, strict=True))
         link = parse_link(cell["link"])
         _check_latency(link, found.timeout)
+        if link.name == FAKE_LINK and torchrun_ranks() is not None:
+            raise ConfigError("link fake: one process stands for all ranks; start bench without torchrun")
         # judged on what carries the timed steps, at no cost
         cells.append(BenchCell(JobConfig(**cell | {"link": "none" if link.across else link.name}), link))
     return BenchOptions(

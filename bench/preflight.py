@@ -24,7 +24,7 @@ from common.data import check_tokens, load_tokens
 from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
-from common.job import JobConfig
+from common.job import FAKE_LINK, JobConfig
 from common.models import build_model, check_seq, model_limits
 from common.plan import BucketPlan, build_plan
 from common.policy import DTYPES
@@ -54,6 +54,11 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     names = (reference, *engines)
     for name in names:
         _load_engine(name)
+    if job.link == FAKE_LINK and SHORT_NAMES["ddp"] in {SHORT_NAMES.get(name, name) for name in names}:
+        raise ConfigError(
+            "engine ddp: waits for the result of an all-reduce, which a process group that moves nothing never has; "
+            "leave ddp out of --engines on link fake"
+        )
     model = _build_model(job)
     limits = model_limits(model)
     check_seq(job.seq, limits.max_seq_len)
@@ -201,7 +206,7 @@ def _check_block_backend(model: nn.Module, job: JobConfig, plan: BucketPlan, eng
 
 def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:
     """See that this machine holds the least that the ranks on it need: each builds the whole model before sharding."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.ranks * alive
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.processes * alive
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     needed = here * (model_bytes + RANK_BYTES)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

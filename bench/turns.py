@@ -115,14 +115,14 @@ class _Player:
         self, engine: str, job: JobConfig, timing: Timing, folder: Path, timeout_s: float, hear: OnProgress
     ) -> None:
         self.engine = engine
-        self._baton = Baton(folder, job.ranks)
+        self._baton = Baton(folder, job.processes)
         self._hear = hear
         self._reports: queue.Queue[tuple[int, Progress] | None] = queue.Queue()
         self._results: list[Timed | None] = []
         self._turns = 0
         self._error: BaseException | None = None
-        self._pool = RankPool(job.ranks)
-        self._ranks = range(job.ranks if load_engine(engine).data_parallel else 1)
+        self._pool = RankPool(job.processes)
+        self._ranks = range(job.processes if load_engine(engine).data_parallel else 1)
         self._thread = threading.Thread(
             target=self._run, args=(job, timing, folder, timeout_s), name=engine, daemon=True
         )
@@ -181,7 +181,7 @@ class _Player:
                     job,
                     timing,
                     folder,
-                    ranks=job.ranks,
+                    ranks=job.processes,
                     timeout_s=timeout_s,
                     on_progress=lambda rank, progress: self._reports.put((rank, progress)),
                 )

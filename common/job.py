@@ -20,6 +20,8 @@ PASSES = ("bucket_gathers", "bucket_reductions", "prefetch_gathers", "delay_redu
 """The passes of the compiled engine that a job may leave out; the others are what makes it right, not fast."""
 RESHARD = ("always", "never")
 OPTIMIZERS = ("sgd", "adamw")
+FAKE_LINK = "fake"
+"""The link that moves nothing: one process stands for all ranks, and nothing can be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,11 @@ class JobConfig:
         return MixedPrecisionPolicy(
             param_dtype=None if compute is own else compute, reduce_dtype=DTYPES[self.reduce_dtype]
         )
+
+    @property
+    def processes(self) -> int:
+        """How many processes run it: one per rank, but for a link on which one process stands for all."""
+        return 1 if self.link == FAKE_LINK else self.ranks
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON-ready data."""

@@ -43,6 +43,10 @@ the end of the backward in which it was issued, before the wait.
 
 Without streams, the only way to let torch's FSDP2 gather beside compute.
 
+    torch.testing._internal.distributed.fake_pg
+
+The backend "fake", and a store for it: a process group of any size in one process.
+
 Seen in torch 2.11, 2.13 and 2.14.
 """
 
@@ -199,6 +203,18 @@ def one_thread_per_gloo_group() -> Iterator[None]:
         yield
     finally:
         names.ProcessGroupGloo = original
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """A default process group of `ranks` ranks, of which this process is rank 0, and whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def release_groups() -> None:

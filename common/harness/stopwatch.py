@@ -36,8 +36,8 @@ from common.errors import ConfigError
 from common.harness.launch import OnProgress, Progress, RankContext
 from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
 from common.harness.rank import set_initial_state
-from common.harness.train import RankResult, Training, train
-from common.job import JobConfig
+from common.harness.train import RankResult, Training, as_rank_of, train
+from common.job import FAKE_LINK, JobConfig
 
 READY, TURN = "ready", "turn"
 """Phases that a rank reports: it waits for its first turn; it has done its n-th."""
@@ -134,15 +134,16 @@ def time_engine(context: RankContext, engine_name: str, job: JobConfig, timing: 
     Raises:
         ConfigError, EngineError: see `common.harness.train.run_engine`.
     """
-    training = _train(context, engine_name, job, timing)
-    if training is None:
-        return None
     turns: list[TimedTurn] = []
-    with open(_pipe(folder, context.rank), "rb", buffering=0) as pipe:
-        context.progress(READY)
-        while pipe.read(1) == _TURN:
-            turns.append(_take_turn(training, timing))
-            context.progress(TURN, len(turns))
+    with as_rank_of(context, job) as context:
+        training = _train(context, engine_name, job, timing)
+        if training is None:
+            return None
+        with open(_pipe(folder, context.rank), "rb", buffering=0) as pipe:
+            context.progress(READY)
+            while pipe.read(1) == _TURN:
+                turns.append(_take_turn(training, timing))
+                context.progress(TURN, len(turns))
     return Timed(training.result, tuple(turns))
 
 
@@ -209,7 +210,8 @@ def _train(context: RankContext, engine_name: str, job: JobConfig, timing: Timin
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:
-    return TimedTurn(_time_steps(training, timing, PRESETS["none"]), _time_steps(training, timing, timing.link))
+    free = timing.link if training.job.link == FAKE_LINK else PRESETS["none"]
+    return TimedTurn(_time_steps(training, timing, free), _time_steps(training, timing, timing.link))
 
 
 def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[TimedStep, ...]:

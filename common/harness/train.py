@@ -14,8 +14,9 @@ The loss is taken here, outside the engine, on each rank over its own sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,11 @@ from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
-from common.job import JobConfig
+from common.job import FAKE_LINK, JobConfig
 from common.mesh import build_mesh
 from common.models import build_model, check_seq, model_limits
 from common.policy import DTYPES
+from common.torch_private import fake_group
 
 
 @dataclass
@@ -44,7 +46,7 @@ class RankResult:
     """What one rank saw; `gradients`, `collectives` and `predicted` are filled on rank 0 only.
 
     Attributes:
-        losses: [step], mean over this rank's sequences.
+        losses: [step], mean over this rank's sequences; like gradients empty where nothing can be judged.
         gradients: [step].
         first_step_s: time of the first step, compilation included.
         trace: one step, if it was asked for.
@@ -58,6 +60,11 @@ class RankResult:
     memory: MemoryPeak | None = None
     first_step_s: float = 0.0
     trace: Trace | None = None
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        """The whole gradients of step 0."""
+        return self.gradients[0].kept if self.gradients else {}
 
 
 def run_job(
@@ -113,7 +120,7 @@ def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | No
         first_step_s=max(result.first_step_s for result in taking_part),
         process_group=main.process_group,
     )
-    return record, main.gradients[0].kept
+    return record, main.kept
 
 
 def run_engine(context: RankContext, engine_name: str, job: JobConfig, profile: bool = False) -> RankResult | None:
@@ -137,6 +144,17 @@ def train(context: RankContext, engine: Engine, job: JobConfig, *, profile: bool
         if profile:
             training.traced_step(meter)
     return training
+
+
+@contextmanager
+def as_rank_of(context: RankContext, job: JobConfig) -> Iterator[RankContext]:
+    """The context to train `job` in: another one where this process has to stand for all of its ranks."""
+    if job.link != FAKE_LINK:
+        yield context
+        return
+    dist.destroy_process_group()
+    with fake_group(job.ranks):
+        yield replace(context, rank=0, ranks=job.ranks)
 
 
 @dataclass
@@ -165,7 +183,10 @@ class Training:
         """The whole run: the judged steps, then the instrumented ones."""
         for step in range(self.job.steps):
             start_s = time.perf_counter()
-            self.judged_step(step)
+            if self.job.link == FAKE_LINK:
+                self.plain_step(step)
+            else:
+                self.judged_step(step)
             if step == 0:
                 self.result.first_step_s = time.perf_counter() - start_s
             context.progress("step", step + 1, self.job.steps)
@@ -184,8 +205,7 @@ class Training:
             self.plain_step(self.job.steps)
         if self.rank == 0:
             self.result.collectives = collectives.counts
-        recorded = self.result.gradients[0].kept.values()
-        with measure_memory(live_bytes(ignore=(*self.others, *recorded))) as memory:
+        with measure_memory(live_bytes(ignore=(*self.others, *self.result.kept.values()))) as memory:
             self.plain_step(self.job.steps + 1)
         self.result.memory = memory.peak
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
+from common.job import FAKE_LINK
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ PRESETS = {
     choice.name: choice
     for choice in (
         LinkChoice("gloo", "gloo's own transport, untouched: communication is CPU work and cannot be hidden", None),
+        LinkChoice(FAKE_LINK, "a process group that moves nothing: one process stands for any number of ranks", None),
         LinkChoice("none", "the emulated link at no cost: the compute-only run", FREE),
         LinkChoice("nvlink", f"like NVLink inside a node, 230 GB/s per GPU: {_RATIO}", NVLINK),
         LinkChoice("pcie", f"like PCIe 4.0 x16, 20 GB/s per GPU: {_RATIO}", PCIE),
