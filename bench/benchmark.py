@@ -61,7 +61,7 @@ class BenchRow:
             those of the plan. With one, the figures below are None.
         step_s: one step, the slowest rank's.
         tokens_per_s: of the whole batch; None where one rank stands for all.
-        compute_s: one step on the free link.
+        compute_s: one step on the free link; None on GPUs, which have none.
         busy_s: how long the link was occupied in one step.
         exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide. This and
             what follows from it is None on gloo itself, which has no time model.
@@ -151,13 +151,14 @@ def _row(
     has_model: bool,
 ) -> BenchRow:
     steps = per_turn(turns, lambda step: step.step_s, max)
+    compute = per_turn(turns, lambda step: step.step_s, max, free=True) if turns[0][0].free else []
     step = Spread.of(steps)
     row = BenchRow(
         engine,
         backend,
         step_s=step,
         tokens_per_s=None if job.link == FAKE_LINK else job.batch * job.seq / step.median,
-        compute_s=statistics.median(per_turn(turns, lambda step: step.step_s, max, free=True)),
+        compute_s=statistics.median(compute) if compute else None,
         peak_bytes=max(peak.peak_bytes for peak in record.memory),
         collectives=sum(count.count for count in record.collectives),
         first_step_s=record.first_step_s,

@@ -42,9 +42,10 @@ def benchmark_document(benchmark: Benchmark) -> Document:
     first = benchmark.cells[0].job
     swept = ", ".join(name.replace("_", " ") for name in benchmark.swept if name != "link")
     varied = f"; this is the first cell, others differ in {swept}" if len(benchmark.cells) > 1 and swept else ""
+    judged = "not judged" if first.link == FAKE_LINK else f"judged against {benchmark.reference}"
     lines = (
         *failures,
-        f"judged against {benchmark.reference}: {describe_job(first)}; torch {benchmark.torch}{varied}",
+        f"{judged}: {describe_job(first)}; torch {benchmark.torch}{varied}",
         *(f"link {link}: {about}" for link, about in abouts),
     )
     notes = (

@@ -134,7 +134,7 @@ def _describe(comparison: Comparison) -> str:
 def describe_job(job: JobConfig) -> str:
     """All that decides what was trained, and how it was sharded, on one line."""
     return (
-        f"{job.model}, {job.ranks} ranks, {job.steps} steps of {job.batch} x {job.seq} tokens "
+        f"{job.model}, {job.ranks} ranks on {job.device}, {job.steps} steps of {job.batch} x {job.seq} tokens "
         f"from {job.data or 'the standard library'}, {job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
         f"reshard after forward {job.reshard_after_forward}, compute {job.param_dtype}, reduce {job.reduce_dtype}, "
         f"transport {job.transport}, link {job.link}, backend {job.backend}"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 from common.gradient import Transport
 from common.harness.launch import launched_by_torchrun
-from common.job import BACKENDS, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
+from common.job import BACKENDS, DEVICES, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
 
@@ -139,6 +139,7 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
         metavar="N",
         help="processes (default: %(default)s; under torchrun, its own)",
     )
+    add("--device", default=default.device, metavar="|".join(DEVICES), help="where (default: %(default)s)")
     plans = "|".join((*NAMED_PLANS, "A,B+C"))
     add("--plan", default=default.plan, metavar=plans, help="what travels together (default: %(default)s)")
     add(

@@ -21,6 +21,7 @@ from bench.parser import torchrun_ranks
 from bench.store import REPORT
 from common.blocks import check_blocks
 from common.data import check_tokens, load_tokens
+from common.device import device_of
 from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
@@ -49,6 +50,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
         ConfigError: what is wrong, what was expected, and the way out.
     """
     _check_ranks(job)
+    device_of(job.device).check(min(job.processes, int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))), job.link)
     if job.seed > LARGEST_SEED:
         raise ConfigError(f"seed: expected at most {LARGEST_SEED}, found {job.seed}")
     names = (reference, *engines)

@@ -91,11 +91,14 @@ def memory_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
                 "start_bytes": max((peak.start_bytes for peak in record.memory), default=None),
                 "peak_bytes": max((peak.peak_bytes for peak in record.memory), default=None),
                 "step_bytes": max((peak.peak_bytes - peak.start_bytes for peak in record.memory), default=None),
+                "reserved_bytes": max(
+                    (peak.reserved_bytes for peak in record.memory if peak.reserved_bytes), default=None
+                ),
             }
             for engine, record in records.items()
             if engine != REFEREE
         ),
-        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes"),
+        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "reserved_bytes"),
     )
 
 

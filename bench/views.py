@@ -70,16 +70,17 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def view_memory(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per engine."""
-    return as_text(
-        {
-            "engine": table["engine"],
-            "ranks": table["ranks"],
-            "at start": [format_size(value) for value in table["start_bytes"]],
-            "peak": [format_size(value) for value in table["peak_bytes"]],
-            "peak over start": [format_size(value) for value in table["step_bytes"]],
-        }
-    )
+    """One row per engine; what a GPU's allocator reserved only where there is one."""
+    columns = {
+        "engine": table["engine"],
+        "ranks": table["ranks"],
+        "at start": [format_size(value) for value in table["start_bytes"]],
+        "peak": [format_size(value) for value in table["peak_bytes"]],
+        "peak over start": [format_size(value) for value in table["step_bytes"]],
+    }
+    if any(value is not None for value in table["reserved_bytes"]):
+        columns["reserved"] = [format_size(value) for value in table["reserved_bytes"]]
+    return as_text(columns)
 
 
 def view_collectives(table: pd.DataFrame) -> pd.DataFrame:

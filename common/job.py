@@ -20,6 +20,7 @@ PASSES = ("bucket_gathers", "bucket_reductions", "prefetch_gathers", "delay_redu
 """The passes of the compiled engine that a job may leave out; the others are what makes it right, not fast."""
 RESHARD = ("always", "never")
 OPTIMIZERS = ("sgd", "adamw")
+DEVICES = CPU, GPU = ("cpu", "cuda")
 FAKE_LINK = "fake"
 """The link that moves nothing: one process stands for all ranks, and nothing can be judged."""
 
@@ -49,6 +50,7 @@ class JobConfig:
         lr: learning rate.
         data: text file, folder of text, or `.bin` of uint16 tokens; None is the standard library's source.
         seed: decides parameters and batches.
+        device: where ranks compute, one of `DEVICES`.
         dtype: dtype of the parameters themselves, gradients and optimizer state.
     """
 
@@ -70,6 +72,7 @@ class JobConfig:
     lr: float = 0.1
     data: str | None = None
     seed: int = 0
+    device: str = CPU
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class JobConfig:
             ("param_dtype", tuple(DTYPES)),
             ("reduce_dtype", tuple(DTYPES)),
             ("dtype", tuple(DTYPES)),
+            ("device", DEVICES),
             ("backend", BACKENDS),
             ("block_backend", BACKENDS),
             ("transport", tuple(t.value for t in Transport)),

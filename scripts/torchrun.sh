@@ -8,6 +8,10 @@
 #
 #   NODES=2 RENDEZVOUS=first-host:29500 IFNAME=eth0 scripts/torchrun.sh bench --link gloo
 #
+# On GPUs, one for each rank:
+#
+#   RANKS_PER_NODE=8 scripts/torchrun.sh bench --device cuda --link nccl --batch 64
+#
 # The emulated link needs all ranks on one machine; across machines say `--link gloo`. The exit code is torchrun's: 0,
 # or 1 whatever a rank's own was; its report has that one.
 set -euo pipefail

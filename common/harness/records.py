@@ -54,10 +54,12 @@ class MemoryPeak:
         start_bytes: live when the step began: parameters, buffers, optimizer state, and whatever else the engine
             keeps from step to step.
         peak_bytes: the most that was live at once during forward, backward and optimizer step.
+        reserved_bytes: of a GPU, the most that its caching allocator held, fragments and free blocks included.
     """
 
     start_bytes: int
     peak_bytes: int
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ held against.
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from common.harness.launch import OnProgress, Progress, RankContext
 from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
 from common.harness.rank import set_initial_state
 from common.harness.train import RankResult, Training, as_rank_of, train
-from common.job import FAKE_LINK, JobConfig
+from common.job import FAKE_LINK, GPU, JobConfig
 
 READY, TURN = "ready", "turn"
 """Phases that a rank reports: it waits for its first turn; it has done its n-th."""
@@ -91,7 +90,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class TimedTurn:
-    """One turn on one rank: steps on the free link, steps on the link that was asked for."""
+    """One turn on one rank: steps on the free link, if there is one, and steps on the link that was asked for."""
 
     free: tuple[TimedStep, ...]
     loaded: tuple[TimedStep, ...]
@@ -210,8 +209,14 @@ def _train(context: RankContext, engine_name: str, job: JobConfig, timing: Timin
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:
-    free = timing.link if training.job.link == FAKE_LINK else PRESETS["none"]
-    return TimedTurn(_time_steps(training, timing, free), _time_steps(training, timing, timing.link))
+    return TimedTurn(_free_steps(training, timing), _time_steps(training, timing, timing.link))
+
+
+def _free_steps(training: Training, timing: Timing) -> tuple[TimedStep, ...]:
+    """Steps on a link that costs nothing; none where there is no such link, on GPUs that send."""
+    if training.job.link == FAKE_LINK:
+        return _time_steps(training, timing, timing.link)
+    return () if training.job.device == GPU else _time_steps(training, timing, PRESETS["none"])
 
 
 def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[TimedStep, ...]:
@@ -222,9 +227,9 @@ def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[T
 
 def _time_step(training: Training, meter: Meter) -> TimedStep:
     meter.clear()
-    start_s = time.perf_counter()
+    stop_timer = training.device.start_timer()
     training.plain_step(0)
-    step_s = time.perf_counter() - start_s
+    step_s = stop_timer()
     return TimedStep(step_s, meter.exposed_s, meter.stalled_s, meter.moving_s, busy_s(meter.log), edges_s(meter.log))
 
 

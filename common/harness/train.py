@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.data import batch, check_tokens, load_tokens
+from common.device import Device, device_of
 from common.engine import Engine, load_engine
 from common.errors import ConfigError, EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
@@ -35,7 +36,7 @@ from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
 from common.job import FAKE_LINK, JobConfig
-from common.mesh import build_mesh
+from common.mesh import backend_of
 from common.models import build_model, check_seq, model_limits
 from common.policy import DTYPES
 from common.torch_private import fake_group
@@ -164,7 +165,8 @@ class Training:
     Attributes:
         model: the model itself: parameters and gradients.
         module: what is called, the model or the engine's wrapper round it.
-        tokens: token ids, 1D.
+        tokens: token ids, 1D, on the CPU.
+        device: where the model is.
         rank, ranks: this rank's share of the batch.
         others: what this process held before there was this training; other engines may live beside it.
     """
@@ -174,6 +176,7 @@ class Training:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     tokens: torch.Tensor
+    device: Device
     rank: int
     ranks: int
     result: RankResult
@@ -205,7 +208,8 @@ class Training:
             self.plain_step(self.job.steps)
         if self.rank == 0:
             self.result.collectives = collectives.counts
-        with measure_memory(live_bytes(ignore=(*self.others, *self.result.kept.values()))) as memory:
+        start_bytes = live_bytes(ignore=(*self.others, *self.result.kept.values()), device_type=self.device.type)
+        with measure_memory(start_bytes, device_type=self.device.type) as memory:
             self.plain_step(self.job.steps + 1)
         self.result.memory = memory.peak
 
@@ -229,6 +233,7 @@ class Training:
             rank=self.rank,
             ranks=self.ranks,
         )
+        inputs, targets = self.device.send(inputs), self.device.send(targets)
         with phase(FORWARD):
             loss = mean_loss(self.module(inputs), targets)
         with phase(BACKWARD):
@@ -260,20 +265,22 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     """Build model, data and optimizer on this rank, and let the engine shard the model."""
     context.progress("build", 0, 1)
-    others = live_tensors()
+    device = device_of(job.device)
+    others = live_tensors(device_type=device.type)
     rank, ranks = (context.rank, context.ranks) if engine.data_parallel else (0, 1)
-    model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype])
+    model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype]).to(device.claim(context.rank))
     limits = model_limits(model)
     check_seq(job.seq, limits.max_seq_len)
     tokens = load_tokens(job.data)
     check_tokens(tokens, limits.vocab_size, job.seq, job.batch, path=job.data)
-    result = RankResult(process_group=dist.get_backend())
+    mesh = device.mesh() if engine.data_parallel else None
+    result = RankResult(process_group=backend_of(mesh.get_group(), device.type) if mesh else dist.get_backend())
     if rank == 0:
         result.predicted = predict_collectives(engine.name, model, job, process_group=result.process_group)
     names = [name for name, _ in model.named_parameters()]
-    module = engine.parallelize(model, build_mesh() if engine.data_parallel else None, job)
+    module = engine.parallelize(model, mesh, job)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
-    return Training(job, model, module, _build_optimizer(model, job), tokens, rank, ranks, result, others)
+    return Training(job, model, module, _build_optimizer(model, job), tokens, device, rank, ranks, result, others)
 
 
 def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from common.harness.records import MemoryPeak
+from common.job import CPU, GPU
 from common.torch_private import Allocation, Operator, record_events
 
 _COLLECTIVE = "c10d::"
@@ -46,13 +47,35 @@ class MemoryMeter:
 
 
 @contextmanager
-def measure_memory(start_bytes: int, *, device_type: str = "cpu") -> Iterator[MemoryMeter]:
-    """Measure the peak of the block on this rank, above the `start_bytes` that are live when it begins."""
+def measure_memory(start_bytes: int, *, device_type: str = CPU) -> Iterator[MemoryMeter]:
+    """Measure the peak of the block on this rank, above the `start_bytes` that are live when it begins.
+
+    Args:
+        start_bytes: see `live_bytes`.
+        device_type: where; a GPU's caching allocator keeps its own count, whose growth is taken.
+    """
     meter = MemoryMeter(start_bytes)
+    if device_type == GPU:
+        with _growth_on_gpu(meter):
+            yield meter
+        return
     with record_events(memory=True) as recording:
         yield meter
     allocations = [event for event in recording.allocations if event.device_type == device_type]
     meter.peak = MemoryPeak(start_bytes, start_bytes + peak_bytes(allocations, recording.operators))
+
+
+@contextmanager
+def _growth_on_gpu(meter: MemoryMeter) -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    torch.cuda.synchronize()
+    growth = torch.cuda.max_memory_allocated() - before
+    meter.peak = MemoryPeak(
+        meter.start_bytes, meter.start_bytes + growth, reserved_bytes=torch.cuda.max_memory_reserved()
+    )
 
 
 def live_bytes(*, ignore: Iterable[torch.Tensor] = (), device_type: str = "cpu") -> int:

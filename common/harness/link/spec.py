@@ -101,6 +101,7 @@ PRESETS = {
     choice.name: choice
     for choice in (
         LinkChoice("gloo", "gloo's own transport, untouched: communication is CPU work and cannot be hidden", None),
+        LinkChoice("nccl", "NCCL's own transport between GPUs: whatever this machine has", None),
         LinkChoice(FAKE_LINK, "a process group that moves nothing: one process stands for any number of ranks", None),
         LinkChoice("none", "the emulated link at no cost: the compute-only run", FREE),
         LinkChoice("nvlink", f"like NVLink inside a node, 230 GB/s per GPU: {_RATIO}", NVLINK),
