@@ -22,7 +22,7 @@ from common.engine import BLOCKWISE, SHORT_NAMES
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn
-from common.job import FAKE_LINK, JobConfig
+from common.job import JobConfig
 
 FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 CHANCE = 0.05
@@ -61,7 +61,8 @@ class BenchRow:
             those of the plan. With one, the figures below are None.
         step_s: one step, the slowest rank's.
         tokens_per_s: of the whole batch; None where one rank stands for all.
-        compute_s: one step on the free link; None on GPUs, which have none.
+        compute_s: one step on the free link; None on a transport that is not emulated, since no free one moves data
+            as it does. Where nothing moves at all it is the step.
         busy_s: how long the link was occupied in one step.
         exposed_s: how long ranks slept in the link, their mean: communication that compute did not hide. This and
             what follows from it is None on gloo itself, which has no time model.
@@ -151,13 +152,13 @@ def _row(
     has_model: bool,
 ) -> BenchRow:
     steps = per_turn(turns, lambda step: step.step_s, max)
-    compute = per_turn(turns, lambda step: step.step_s, max, free=True) if turns[0][0].free else []
+    compute = steps if not job.is_judged else _compute(turns)
     step = Spread.of(steps)
     row = BenchRow(
         engine,
         backend,
         step_s=step,
-        tokens_per_s=None if job.link == FAKE_LINK else job.batch * job.seq / step.median,
+        tokens_per_s=None if not job.is_judged else job.batch * job.seq / step.median,
         compute_s=statistics.median(compute) if compute else None,
         peak_bytes=max(peak.peak_bytes for peak in record.memory),
         collectives=sum(count.count for count in record.collectives),
@@ -169,6 +170,11 @@ def _row(
         return row
     ratios = [their / own for their, own in zip(per_turn(base, lambda step: step.step_s, max), steps, strict=True)]
     return replace(row, speed=Spread.of(ratios), verdict=verdict_of(ratios))
+
+
+def _compute(turns: TurnsByRank) -> list[float]:
+    """Steps on the free link by turn, none where there were none."""
+    return per_turn(turns, lambda step: step.step_s, max, free=True) if turns[0][0].free else []
 
 
 def _with_link(row: BenchRow, turns: TurnsByRank) -> BenchRow:

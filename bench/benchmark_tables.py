@@ -12,7 +12,6 @@ from bench.benchmark_files import Benchmark, Cell
 from bench.documents import Document, Section, describe_job
 from bench.tables import frame
 from bench.views import as_text, format_number, format_size
-from common.job import FAKE_LINK
 
 _FIGURES = (
     "compute_s",
@@ -38,15 +37,18 @@ def benchmark_document(benchmark: Benchmark) -> Document:
     table = benchmark_table(benchmark)
     failures = benchmark.failures
     title = "engines without figures do not agree" if failures else _agreement(benchmark)
-    abouts = dict.fromkeys((cell.link, cell.about) for cell in benchmark.cells)
+    links = dict.fromkeys((cell.link, cell.about, cell.job.link, cell.job.is_judged) for cell in benchmark.cells)
     first = benchmark.cells[0].job
     swept = ", ".join(name.replace("_", " ") for name in benchmark.swept if name != "link")
     varied = f"; this is the first cell, others differ in {swept}" if len(benchmark.cells) > 1 and swept else ""
-    judged = "not judged" if first.link == FAKE_LINK else f"judged against {benchmark.reference}"
     lines = (
         *failures,
-        f"{judged}: {describe_job(first)}; torch {benchmark.torch}{varied}",
-        *(f"link {link}: {about}" for link, about in abouts),
+        f"{describe_job(first)}; torch {benchmark.torch}{varied}",
+        *(
+            f"link {link}: {about}; "
+            + (f"judged against {benchmark.reference} on link {carrier}" if is_judged else "nothing is judged")
+            for link, about, carrier, is_judged in links
+        ),
     )
     notes = (
         "medians over turns, in brackets the middle half; compute: the same step on a link that costs nothing",
@@ -57,12 +59,14 @@ def benchmark_document(benchmark: Benchmark) -> Document:
         "where chance would give as lopsided a count of turns in 1 case of 20",
     )
     section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)
-    return Document(f"BENCH: {title}", not failures, lines, (section,), benchmark.to_dict())
+    is_judged = any(cell.job.is_judged for cell in benchmark.cells)
+    holds = not failures if is_judged or failures else None
+    return Document(f"BENCH: {title}", holds, lines, (section,), benchmark.to_dict())
 
 
 def _agreement(benchmark: Benchmark) -> str:
     """What stands behind the figures, if none is missing."""
-    judged = [cell.job.link != FAKE_LINK for cell in benchmark.cells]
+    judged = [cell.job.is_judged for cell in benchmark.cells]
     if all(judged):
         return "every engine agrees with the reference"
     return "one rank alone; nothing is judged on link fake" if not any(judged) else "nothing is judged on link fake"

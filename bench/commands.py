@@ -42,7 +42,7 @@ from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run, save_record
 from common.harness.stopwatch import Timing
 from common.harness.train import RankResult, assemble, run_ranks
-from common.job import FAKE_LINK, JobConfig
+from common.job import JobConfig
 
 HOLDS, FAILS = 0, 1
 
@@ -117,7 +117,7 @@ def bench(options: BenchOptions) -> int:
 def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Path | None) -> Cell:
     """Judge and time the engines of one cell; write their records and turns to `folder`, if there is one."""
     job, link = cell.job, cell.link
-    pairs = [] if job.link == FAKE_LINK else [(options.reference, engine) for engine in options.engines]
+    pairs = [] if not job.is_judged else [(options.reference, engine) for engine in options.engines]
     runs: dict[str, Run] = {}
     if pairs:
         jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})

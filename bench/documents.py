@@ -128,7 +128,8 @@ def _headline(comparison: Comparison) -> str:
 
 def _describe(comparison: Comparison) -> str:
     first = next(iter(comparison.records.values()))
-    return f"{describe_job(comparison.job)}; process group {first.process_group}; torch {first.environment.torch}"
+    carrier = f"process group {first.process_group}, link {comparison.job.link}"
+    return f"{describe_job(comparison.job)}; {carrier}; torch {first.environment.torch}"
 
 
 def describe_job(job: JobConfig) -> str:
@@ -137,7 +138,7 @@ def describe_job(job: JobConfig) -> str:
         f"{job.model}, {job.ranks} ranks on {job.device}, {job.steps} steps of {job.batch} x {job.seq} tokens "
         f"from {job.data or 'the standard library'}, {job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
         f"reshard after forward {job.reshard_after_forward}, compute {job.param_dtype}, reduce {job.reduce_dtype}, "
-        f"transport {job.transport}, link {job.link}, backend {job.backend}"
+        f"transport {job.transport}, backend {job.backend}"
         + (f", without {' and '.join(job.disabled_passes)}" if job.disabled_passes else "")
         + (f", blocks of other engines {job.block_backend}" if job.block_backend != "eager" else "")
     )

@@ -21,7 +21,8 @@ import pandas as pd
 from bench.documents import Document, Section
 from bench.tables import frame
 from bench.views import as_text
-from common.harness.instruments.trace import COMPUTE, LAUNCH, LINK, OTHER, PHASE, WAIT, Span
+from common.harness.instruments.trace import COMPUTE, LAUNCH, LINK, PHASE, WAIT, Span
+from common.harness.link.meter import OTHER
 from common.ranges import GATHER, REDUCE
 
 LETTERS = ascii_lowercase + ascii_uppercase
@@ -34,7 +35,7 @@ def lanes_document(steps: Mapping[str, Sequence[Span]], *, rank: int, width: int
     longest_s = max(_length(spans) for spans in steps.values())
     letters = _letters(steps.values())
     view = _view(steps, letters, longest_s / width, width)
-    buckets = ", ".join(f"{letter} {name}" for name, letter in letters.items() if len(name) > 0)
+    buckets = ", ".join(f"{letter} {name}" for name, letter in letters.items())
     notes = (
         f"one cell is {longest_s / width * 1e3:.3g} ms; a cell shows what took most of it; recording slows a step down",
         f"buckets: {buckets}" if buckets else "no collective names a bucket",
@@ -102,12 +103,12 @@ def _mark(span: Span, letters: Mapping[str, str]) -> str:
 
 
 def _letters(steps: Iterable[Sequence[Span]]) -> dict[str, str]:
-    """A letter for each bucket, in the order in which they are first gathered or reduced; they repeat after 52."""
+    """A letter for each bucket, in the order of their first launch; they repeat after 52."""
     names = dict.fromkeys(
         span.name
         for spans in steps
         for span in sorted(spans, key=lambda span: span.start_s)
-        if span.lane.startswith(LINK) and span.name
+        if span.kind == LAUNCH and span.name
     )
     return {name: LETTERS[number % len(LETTERS)] for number, name in enumerate(names)}
 

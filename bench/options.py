@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bench.parser import build_parser, torchrun_ranks
+from bench.parser import DEFAULT_LINK, build_parser, torchrun_ranks
 from common.errors import ConfigError
 from common.harness.link import LinkChoice, parse_link
-from common.job import FAKE_LINK, JobConfig
+from common.job import CPU, FAKE_LINK, JobConfig
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class LanesOptions:
     Attributes:
         run, out: as in `ShowOptions`.
         engines: which to draw, by name; none for all that were traced.
-        cell: of a benchmark, from 1.
+        cell: of a benchmark, from 1; None if it was not said.
         rank: whose step.
         width: characters of the longest step.
     """
@@ -99,7 +99,7 @@ class LanesOptions:
     run: str
     out: Path
     engines: tuple[str, ...]
-    cell: int
+    cell: int | None
     rank: int
     width: int
     format: str
@@ -132,8 +132,10 @@ def parse(words: Sequence[str]) -> Options:
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
     if found.command == "bench":
         return _bench_options(found, given)
-    _check_latency(parse_link(found.link), found.timeout)
-    if found.link == FAKE_LINK:
+    _check_profile(found)
+    given["link"] = given["link"] or _carrier(found.device, "gloo")
+    _check_latency(parse_link(given["link"]), found.timeout)
+    if given["link"] == FAKE_LINK:
         raise ConfigError("link fake: moves nothing, so there is nothing to judge; use bench, or another link")
     return CompareOptions(
         job=JobConfig(**given),
@@ -148,6 +150,7 @@ def parse(words: Sequence[str]) -> Options:
 
 def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:
     """The cells are all combinations of what is swept, the last name varying fastest."""
+    _check_profile(found)
     sweep: dict[str, list[Any]] = {}
     for name, value in found.sweep:
         if value in sweep.setdefault(name, []):
@@ -159,12 +162,13 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
     cells = []
     for values in itertools.product(*sweep.values()):
         cell = given | dict(zip(sweep, values, strict=True))
-        link = parse_link(cell["link"])
+        link = parse_link(cell["link"] or _carrier(found.device, DEFAULT_LINK))
         _check_latency(link, found.timeout)
         if link.name == FAKE_LINK and torchrun_ranks() is not None:
             raise ConfigError("link fake: one process stands for all ranks; start bench without torchrun")
         # judged on what carries the timed steps, at no cost
-        cells.append(BenchCell(JobConfig(**cell | {"link": "none" if link.across else link.name}), link))
+        is_emulated = link.across is not None and found.device == CPU
+        cells.append(BenchCell(JobConfig(**cell | {"link": "none" if is_emulated else link.name}), link))
     return BenchOptions(
         cells=tuple(cells),
         swept=tuple(sweep),
@@ -177,6 +181,19 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         timeout_s=found.timeout,
         profile=found.profile,
     )
+
+
+def _carrier(device: str, on_cpu: str) -> str:
+    """The link that is meant if none was named."""
+    return on_cpu if device == CPU else "nccl"
+
+
+def _check_profile(found: argparse.Namespace) -> None:
+    if found.profile and found.device != CPU:
+        raise ConfigError(
+            "profile: a trace of ours says when the program launched something, not when a GPU ran it; "
+            "record with torch.profiler, which shows our ranges too"
+        )
 
 
 def _check_latency(link: LinkChoice, timeout_s: float) -> None:

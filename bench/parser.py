@@ -3,7 +3,7 @@
 Whether a value is allowed is decided where it is used, by `JobConfig` and `preflight`, so that the rules are written
 once.
 
-Left out: options of the job that no engine honours yet.
+Left out: `dtype` of the job, which only the referee has another of.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN", help='a folder that compare or bench wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
     _add_lanes(commands.add_parser("lanes", help="draw a traced step of several engines under each other"))
-    names = commands.add_parser("list", help="engines, models, plans, backends, passes, transports and dtypes")
+    names = commands.add_parser("list", help="engines, models, plans, backends, passes, links, transports and dtypes")
     for command in (show, names):
         _add_format(command)
     return parser
@@ -106,7 +106,7 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", help='a folder that compare or bench wrote with --profile, or "latest"')
     add("--engines", type=_names, default=(), metavar="A,B", help="which to draw (default: all that were traced)")
-    add("--cell", type=_count, default=1, metavar="N", help="of a benchmark with a sweep (default: %(default)s)")
+    add("--cell", type=_count, metavar="N", help="of a benchmark with a sweep (default: 1)")
     add("--rank", type=_rank, default=0, metavar="N", help="whose step (default: %(default)s)")
     add(
         "--width",
@@ -181,9 +181,9 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
 def _add_link(add: Callable[..., object], default: str) -> None:
     add(
         "--link",
-        default=default,
         metavar="NAME|SPEC",
-        help="what collectives travel on: a preset, or latency and bandwidth as in 1ms,150MB/s (default: %(default)s)",
+        help="what collectives travel on: a preset, or latency and bandwidth as in 1ms,150MB/s "
+        f"(default: {default}, on GPUs nccl)",
     )
 
 

@@ -25,7 +25,7 @@ from common.device import device_of
 from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
-from common.job import FAKE_LINK, JobConfig
+from common.job import JobConfig
 from common.models import build_model, check_seq, model_limits
 from common.plan import BucketPlan, build_plan
 from common.policy import DTYPES
@@ -50,13 +50,13 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
         ConfigError: what is wrong, what was expected, and the way out.
     """
     _check_ranks(job)
-    device_of(job.device).check(min(job.processes, int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))), job.link)
+    device_of(job.device).check(_processes_here(job), job.link)
     if job.seed > LARGEST_SEED:
         raise ConfigError(f"seed: expected at most {LARGEST_SEED}, found {job.seed}")
     names = (reference, *engines)
     for name in names:
         _load_engine(name)
-    if job.link == FAKE_LINK and SHORT_NAMES["ddp"] in {SHORT_NAMES.get(name, name) for name in names}:
+    if not job.is_judged and SHORT_NAMES["ddp"] in {SHORT_NAMES.get(name, name) for name in engines}:
         raise ConfigError(
             "engine ddp: waits for the result of an all-reduce, which a process group that moves nothing never has; "
             "leave ddp out of --engines on link fake"
@@ -119,6 +119,11 @@ def _check_ranks(job: JobConfig) -> None:
             f"ranks: torchrun started {launched}, --ranks asks for {job.ranks}; leave --ranks out, "
             f"or start with --nproc-per-node {job.ranks}"
         )
+
+
+def _processes_here(job: JobConfig) -> int:
+    """How many of the job's processes this machine runs, for one engine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", job.processes)) if torchrun_ranks() else job.processes
 
 
 def _load_engine(name: str) -> None:
@@ -208,7 +213,7 @@ def _check_block_backend(model: nn.Module, job: JobConfig, plan: BucketPlan, eng
 
 def _check_memory(model: nn.Module, job: JobConfig, alive: int) -> None:
     """See that this machine holds the least that the ranks on it need: each builds the whole model before sharding."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.ranks)) if torchrun_ranks() else job.processes * alive
+    here = _processes_here(job) * (1 if torchrun_ranks() else alive)
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     needed = here * (model_bytes + RANK_BYTES)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.store import is_benchmark, naming, read_json
 from common.errors import ConfigError
-from common.harness.instruments.trace import OPERATORS, Span, Trace
+from common.harness.instruments.trace import OPERATORS, PHASE, Span, Trace
 
 SUFFIX = ".trace.json"
 _FILE = re.compile(r"(?P<engine>.+)-rank(?P<rank>[0-9]+)\.trace\.json")
@@ -34,7 +34,7 @@ def save_trace(folder: Path, engine: str, trace: Trace) -> None:
 
 
 def saved_traces(folder: Path) -> dict[str, dict[int, Path]]:
-    """The traces in a folder, by engine and rank."""
+    """The traces in a folder, by engine, in the order in which they were written, and rank."""
     found: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
         if match := _FILE.fullmatch(path.name):
@@ -42,22 +42,27 @@ def saved_traces(folder: Path) -> dict[str, dict[int, Path]]:
     return found
 
 
-def load_steps(folder: Path, engines: Sequence[str], *, cell: int, rank: int) -> dict[str, list[Span]]:
+def load_steps(folder: Path, engines: Sequence[str], *, cell: int | None, rank: int) -> dict[str, list[Span]]:
     """The traced steps of one rank, by engine.
 
     Args:
         folder: of a comparison or benchmark.
         engines: which, by name; all that were traced if none is given.
-        cell: of a benchmark, from 1.
+        cell: of a benchmark, from 1, which is also what None means there.
         rank: whose.
 
     Raises:
         ConfigError: there is no such trace.
     """
-    place = folder / f"cell-{cell}" if is_benchmark(folder) else folder
-    if not place.is_dir():
-        cells = len(list(folder.glob("cell-*")))
-        raise ConfigError(f"run {folder}: expected a cell from 1 to {cells}, found {cell}")
+    place = folder
+    if is_benchmark(folder):
+        place = folder / f"cell-{cell or 1}"
+        if not place.is_dir():
+            raise ConfigError(
+                f"run {folder}: expected a cell from 1 to {len(list(folder.glob('cell-*')))}, found {cell}"
+            )
+    elif cell is not None:
+        raise ConfigError(f"run {folder}: a comparison has no cells, found --cell {cell}; leave it out")
     traces = saved_traces(place)
     if not traces:
         raise ConfigError(f"run {place}: holds no traces; run it with --profile")
@@ -75,14 +80,14 @@ def load_spans(path: Path) -> list[Span]:
     Raises:
         ConfigError: the file is broken.
     """
+    data = read_json(path)
     with naming(path):
-        events = read_json(path)["traceEvents"]
-        if not isinstance(events, list):
-            raise ConfigError(
-                f"{path}: expected a list of events, found {type(events).__name__}; run with --profile again"
-            )
+        events = data["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        return list(_spans(events, lanes))
+        spans = list(_spans(events, lanes))
+    if not any(span.lane == PHASE for span in spans):
+        raise ConfigError(f"{path}: holds no phase of a step; run with --profile again")
+    return spans
 
 
 def _spans(events: Iterable[dict[str, Any]], lanes: dict[int, str]) -> Iterable[Span]:

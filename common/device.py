@@ -1,5 +1,5 @@
-"""What differs between devices, one class each with the same methods: where ranks compute, who carries their messages,
-how a step is timed. How memory is measured stands in `common/harness/instruments/memory.py`.
+"""What differs between devices for the harness, one class each with the same methods: where ranks compute, who carries
+their messages, how a step is timed. Memory is in `common/harness/instruments/memory.py`, streams in the engines.
 
 The GPU's has not run on a GPU yet.
 """
@@ -104,7 +104,8 @@ class GPUDevice(Device):
 
     def claim(self, rank: int) -> torch.device:
         """The GPU of this rank's number on its machine."""
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        # torchrun's number; a variable that was left over from elsewhere would put all ranks on one GPU
+        local_rank = int(os.environ.get("LOCAL_RANK", rank)) if "TORCHELASTIC_RUN_ID" in os.environ else rank
         torch.cuda.set_device(local_rank)
         return torch.device(GPU, local_rank)
 

@@ -118,9 +118,14 @@ class JobConfig:
         )
 
     @property
+    def is_judged(self) -> bool:
+        """Whether losses and gradients mean anything: not on a link that moves nothing."""
+        return self.link != FAKE_LINK
+
+    @property
     def processes(self) -> int:
-        """How many processes run it: one per rank, but for a link on which one process stands for all."""
-        return 1 if self.link == FAKE_LINK else self.ranks
+        """How many processes run it: one per rank, but one that stands for all where nothing moves."""
+        return self.ranks if self.is_judged else 1
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON-ready data."""

@@ -11,6 +11,7 @@ Shapes: W ranks, S elements of this rank's padded shard of all parameters, in re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +147,8 @@ class FSDPParamGroup:
         """Wait for a gather that nobody came to use, and drop it."""
         assert self.state is ShardedState.GATHERING
         if self._pending is not None:
-            self._pending[1].wait()
+            with bucket_range(WAIT_GATHER, self.name):
+                self._pending[1].wait()
             self._pending = None
         self.whole.free()
         self.state = ShardedState.SHARDED
@@ -178,14 +180,22 @@ class FSDPParamGroup:
     @torch.no_grad()
     def launch_reduction(self, packed: torch.Tensor) -> PendingReduction:
         """Start to reduce what `pack` returned."""
-        with bucket_range(LAUNCH_REDUCE, self.name):
+        with self._range(LAUNCH_REDUCE):
             return launch_reduction(packed, self._process_group, self._reduction)
+
+    def wait_reduction(self, pending: PendingReduction) -> None:
+        """Wait until the reduction's data is here."""
+        with self._range(WAIT_REDUCE):
+            wait_reduction(pending)
+
+    def _range(self, event: str) -> AbstractContextManager[object]:
+        """A range in whatever profile is recorded; none if nothing travels."""
+        return bucket_range(event, self.name) if self.communicates else nullcontext()
 
     @torch.no_grad()
     def finish_reduction(self, params: Sequence[FSDPParam], pending: PendingReduction) -> None:
         """Wait for the reduction and put its parts, views of one buffer, into `.grad` of the sharded `params`."""
-        with bucket_range(WAIT_REDUCE, self.name):
-            wait_reduction(pending)
+        self.wait_reduction(pending)
         total = finish_reduction(pending).to(self._dtype)
         for param, part in zip(params, total.split([param.cut.chunk_numel for param in params]), strict=True):
             param.accept_gradient(part)

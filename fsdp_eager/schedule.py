@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fsdp_eager.bucket import FSDPParamGroup
-from fsdp_eager.collectives import PendingReduction, wait_reduction
+from fsdp_eager.collectives import PendingReduction
 from fsdp_eager.param import FSDPParam, ShardedState
 
 EventLog = Callable[[str, str], None]
@@ -187,7 +187,7 @@ class Schedule:
         if self._reducing is not None:
             group, _, pending = self._reducing
             self._reducing = None
-            wait_reduction(pending)
+            group.wait_reduction(pending)
             self._tell("discard_reduce", group)
 
     def end_backward(self) -> None:

@@ -292,6 +292,8 @@ def test_options_reach_the_job() -> None:
         "lr": 0.25,
         "data": "some.txt",
         "seed": 11,
+        "device": "cuda",
+        "link": "nccl",
     }
     words = []
     for name, value in options.items():

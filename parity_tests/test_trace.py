@@ -36,6 +36,8 @@ EVERY_CASE = [
     pytest.param("compiled", JobConfig(**JOB.to_dict() | {"backend": "inductor"}), marks=pytest.mark.inductor),
 ]
 
+TINY = ("--model", "parity_tests.engines.models:bigram", "--steps", "1", "--batch", "4", "--seq", "16")
+
 Traces = Callable[[str, JobConfig], list[Trace]]
 
 
@@ -165,13 +167,13 @@ def test_compute_lane_is_without_overlap_and_covers_the_step(traces: Traces, eng
 
 @pytest.mark.parametrize(("engine", "job"), EVERY_CASE)
 def test_a_wait_ends_when_its_operation_does(traces: Traces, engine: str, job: JobConfig) -> None:
-    """Each operation is waited for once, by name, and no wait ends before the link is through with it."""
-    trace = traces(engine, job)[0]
-    for kind in (GATHER, REDUCE):
+    """Each operation of a bucket is waited for once, in order, and no wait ends before the link is through with it."""
+    for trace in traces(engine, job):
         for bucket in LABELS:
-            carried = [span.end_s for span in on_lane(trace, LINK, kind) if span.name == bucket]
+            carried = [span.end_s for span in on_lane(trace, LINK) if span.name == bucket]
             waits = [span.end_s for span in on_lane(trace, COMPUTE, WAIT) if span.name == bucket]
-            assert len([end_s for end_s in waits if end_s >= carried[0] - 1e-6]) >= len(carried)
+            assert len(waits) == len(carried) >= 2
+            assert all(wait_s >= end_s - 1e-6 for wait_s, end_s in zip(waits, carried, strict=True))
 
 
 @pytest.mark.parametrize(("engine", "ahead"), [("eager", True), ("compiled", True), ("torch-fsdp2", False)])
@@ -185,10 +187,9 @@ def test_the_lanes_show_who_gathers_ahead(traces: Traces, engine: str, ahead: bo
     assert (launch.end_s <= longest.start_s + 1e-9) is ahead
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
-def test_on_gloo_the_link_is_what_its_thread_reports(traces: Traces, engine: str) -> None:
+def test_on_gloo_the_link_is_what_its_thread_reports(traces: Traces) -> None:
     """Without an emulated link names are the same; times are gloo's."""
-    (trace, _) = traces(engine, JobConfig(**JOB.to_dict() | {"link": "gloo"}))
+    (trace, _) = traces("eager", JobConfig(**JOB.to_dict() | {"link": "gloo"}))
     assert [span.name for span in on_lane(trace, LINK, REDUCE)] == LABELS[::-1]
     waits = [span.name for span in on_lane(trace, COMPUTE, WAIT)]
     assert [waits.count(label) for label in LABELS[1:]] == [3] * (len(LABELS) - 1)
@@ -209,7 +210,7 @@ def test_trace_file_is_what_viewers_read_and_comes_back(traces: Traces, tmp_path
     assert "aten::mm" in {each["name"] for each in complete} and "gather layers.0" in {
         each["name"] for each in complete
     }
-    assert not any(phase_of_range(each["name"]) for each in complete)
+    assert not any(phase_of_range(each["name"]) for each in complete) and min(each["ts"] for each in complete) >= 0
     read = load_spans(tmp_path / "eager-rank1.trace.json")
     kept = [span for span in trace.spans if span.lane != OPERATORS]
     assert [(s.lane, s.kind, s.name, s.bytes) for s in read] == [(s.lane, s.kind, s.name, s.bytes) for s in kept]
@@ -231,6 +232,7 @@ def test_lanes_put_engines_on_one_scale() -> None:
     def step(length_s: float) -> list[Span]:
         return [
             Span(PHASE, PHASE, "forward", 0.0, length_s),
+            Span(COMPUTE, LAUNCH, "x", 0.0, 0.0),
             Span(COMPUTE, COMPUTE, "x", 0.0, length_s),
             Span("link 0-1", GATHER, "x", 0.0, length_s / 2, 8),
         ]
@@ -248,10 +250,27 @@ def test_lanes_put_engines_on_one_scale() -> None:
     ]
 
 
+def test_bench_profiles_each_cell(tmp_path: Path) -> None:
+    """A sweep has a trace per cell, engine and rank, recorded on the link that was timed; `lanes` takes a cell."""
+    words = ("bench", *TINY, "--engines", "eager", "--turns", "1", "--turn-steps", "1", "--profile")
+    ran = call(*words, "--sweep", "link=none", "--sweep", "link=fake", "--out", str(tmp_path), "--format", "json")
+    assert ran.code == 0
+    (folder,) = tmp_path.iterdir()
+    names = [sorted(path.name for path in (folder / f"cell-{cell}").glob("*.trace.json")) for cell in (1, 2)]
+    assert names == [["eager-rank0.trace.json", "eager-rank1.trace.json"], ["eager-rank0.trace.json"]]
+    assert [row["link"] for row in ran.json["tables"]["benchmark"]] == ["none", "fake"]
+    carried = [
+        {row["lane"] for row in call("lanes", str(folder), *cell, "--format", "json").json["tables"]["lanes"]}
+        for cell in ((), ("--cell", "2"))
+    ]
+    assert carried == [{PHASE, COMPUTE, "link 0-1"}, {PHASE, COMPUTE}]
+    refused = call("lanes", str(folder), "--cell", "3")
+    assert refused.code == 2 and "from 1 to 2, found 3" in refused.err
+
+
 def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
     """`compare --profile` leaves a trace per candidate and rank, `lanes` draws them; what is not there is said."""
-    tiny = ("--model", "parity_tests.engines.models:bigram", "--steps", "1", "--batch", "4", "--seq", "16")
-    words = ("compare", *tiny, "--engines", "eager,ddp", "--link", "none", "--profile", "--out", str(tmp_path))
+    words = ("compare", *TINY, "--engines", "eager,ddp", "--link", "none", "--profile", "--out", str(tmp_path))
     ran = call(*words, "--format", "json")
     assert ran.code == 0 and ran.json["job"]["link"] == "none"
     (folder,) = tmp_path.iterdir()
@@ -263,9 +282,14 @@ def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
     for wrong, said in (
         (("--engines", "single"), "no trace of 'single'"),
         (("--rank", "2"), "ran on ranks 0 to 1, found 2"),
+        (("--cell", "1"), "a comparison has no cells"),
     ):
         refused = call("lanes", str(folder), *wrong)
         assert refused.code == 2 and said in refused.err
+    for path in folder.glob("*.trace.json"):
+        path.write_text('{"traceEvents": []}')
+    broken = call("lanes", str(folder))
+    assert broken.code == 2 and "no phase" in broken.err
     for path in folder.glob("*.trace.json"):
         path.unlink()
     assert "--profile" in call("lanes", str(folder)).err

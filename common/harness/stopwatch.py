@@ -33,15 +33,15 @@ import torch.distributed as dist
 from common.engine import load_engine
 from common.errors import ConfigError
 from common.harness.launch import OnProgress, Progress, RankContext
-from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate
+from common.harness.link import PRESETS, LinkChoice, LogEntry, Meter, emulate, way_of
 from common.harness.rank import set_initial_state
 from common.harness.train import RankResult, Training, as_rank_of, train
-from common.job import FAKE_LINK, GPU, JobConfig
+from common.job import JobConfig
+from common.ranges import GATHER, REDUCE
 
 READY, TURN = "ready", "turn"
 """Phases that a rank reports: it waits for its first turn; it has done its n-th."""
 _TURN, _END = b"t", b"e"
-_REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all", "reduce")
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class TimedTurn:
-    """One turn on one rank: steps on the free link, if there is one, and steps on the link that was asked for."""
+    """One turn on one rank: steps on the free link, if the one asked for is emulated too, and steps on that one."""
 
     free: tuple[TimedStep, ...]
     loaded: tuple[TimedStep, ...]
@@ -200,7 +200,7 @@ def _heard_by(context: RankContext, hear: OnProgress) -> RankContext:
 
 def _train(context: RankContext, engine_name: str, job: JobConfig, timing: Timing) -> Training | None:
     """The whole judged run, ready to be timed; None on a rank that takes no part."""
-    training = train(context, load_engine(engine_name), job)
+    training = train(context, load_engine(engine_name), job, timeout_s=timing.timeout_s)
     if training is not None and timing.profile:
         with emulate(timing.link, timeout_s=timing.timeout_s) as meter:
             training.plain_step(0)
@@ -209,14 +209,8 @@ def _train(context: RankContext, engine_name: str, job: JobConfig, timing: Timin
 
 
 def _take_turn(training: Training, timing: Timing) -> TimedTurn:
-    return TimedTurn(_free_steps(training, timing), _time_steps(training, timing, timing.link))
-
-
-def _free_steps(training: Training, timing: Timing) -> tuple[TimedStep, ...]:
-    """Steps on a link that costs nothing; none where there is no such link, on GPUs that send."""
-    if training.job.link == FAKE_LINK:
-        return _time_steps(training, timing, timing.link)
-    return () if training.job.device == GPU else _time_steps(training, timing, PRESETS["none"])
+    free = _time_steps(training, timing, PRESETS["none"]) if timing.link.across else ()
+    return TimedTurn(free, _time_steps(training, timing, timing.link))
 
 
 def _time_steps(training: Training, timing: Timing, link: LinkChoice) -> tuple[TimedStep, ...]:
@@ -243,8 +237,8 @@ def busy_s(log: Sequence[LogEntry]) -> float:
 
 def edges_s(log: Sequence[LogEntry]) -> float:
     """What the first gather and the last reduction in `log` take; see [Note: what no schedule hides]."""
-    gathers = [entry for entry in log if entry.kind == "all_gather"]
-    reductions = [entry for entry in log if entry.kind in _REDUCTIONS]
+    gathers = [entry for entry in log if way_of(entry.kind) == GATHER]
+    reductions = [entry for entry in log if way_of(entry.kind) == REDUCE]
     return sum(entry.end_s - entry.start_s for entry in (*gathers[:1], *reductions[-1:]))
 
 

@@ -35,7 +35,7 @@ from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
-from common.job import FAKE_LINK, JobConfig
+from common.job import JobConfig
 from common.mesh import backend_of
 from common.models import build_model, check_seq, model_limits
 from common.policy import DTYPES
@@ -98,7 +98,14 @@ def run_ranks(
     """
     load_engine(engine_name)  # a wrong name is told here, not by a rank
     return ranks.run(
-        run_engine, engine_name, job, profile, ranks=job.ranks, timeout_s=timeout_s, on_progress=on_progress
+        run_engine,
+        engine_name,
+        job,
+        profile,
+        timeout_s,
+        ranks=job.processes,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
     )
 
 
@@ -124,22 +131,27 @@ def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | No
     return record, main.kept
 
 
-def run_engine(context: RankContext, engine_name: str, job: JobConfig, profile: bool = False) -> RankResult | None:
+def run_engine(
+    context: RankContext, engine_name: str, job: JobConfig, profile: bool = False, timeout_s: float = 600.0
+) -> RankResult | None:
     """Train `job` on the engine called `engine_name`, on this rank; None on a rank that the engine does not use.
 
     Raises:
         ConfigError: an unknown engine, model or plan, data that do not fit the model.
         EngineError: the engine broke the contract of `common.engine`.
     """
-    training = train(context, load_engine(engine_name), job, profile=profile)
+    with as_rank_of(context, job) as own:
+        training = train(own, load_engine(engine_name), job, profile=profile, timeout_s=timeout_s)
     return None if training is None else training.result
 
 
-def train(context: RankContext, engine: Engine, job: JobConfig, *, profile: bool = False) -> Training | None:
+def train(
+    context: RankContext, engine: Engine, job: JobConfig, *, profile: bool = False, timeout_s: float = 600.0
+) -> Training | None:
     """Train `job` on `engine`, on this rank; see `run_engine`."""
     if not engine.data_parallel and context.rank != 0:
         return None
-    with emulate(parse_link(job.link)) as meter:
+    with emulate(parse_link(job.link), timeout_s=timeout_s) as meter:
         training = prepare(context, engine, job)
         training.run(context)
         if profile:
@@ -150,7 +162,7 @@ def train(context: RankContext, engine: Engine, job: JobConfig, *, profile: bool
 @contextmanager
 def as_rank_of(context: RankContext, job: JobConfig) -> Iterator[RankContext]:
     """The context to train `job` in: another one where this process has to stand for all of its ranks."""
-    if job.link != FAKE_LINK:
+    if job.is_judged:
         yield context
         return
     dist.destroy_process_group()
@@ -186,10 +198,10 @@ class Training:
         """The whole run: the judged steps, then the instrumented ones."""
         for step in range(self.job.steps):
             start_s = time.perf_counter()
-            if self.job.link == FAKE_LINK:
-                self.plain_step(step)
-            else:
+            if self.job.is_judged:
                 self.judged_step(step)
+            else:
+                self.plain_step(step)
             if step == 0:
                 self.result.first_step_s = time.perf_counter() - start_s
             context.progress("step", step + 1, self.job.steps)

@@ -31,15 +31,14 @@ from common.harness.instruments.collectives import (
     measure_collective,
     phase_of_range,
 )
-from common.harness.link import LogEntry, Meter
+from common.harness.link import LogEntry, Meter, way_of
 from common.harness.link.meter import Wait
 from common.ranges import GATHER, REDUCE, WAIT_GATHER, WAIT_REDUCE, read_bucket, read_graph
 from common.torch_private import Operator, record_events
 
 PHASE, COMPUTE, OPERATORS, LINK = "phase", "compute", "operators", "link"
 """Lanes; there may be several links, told apart by their ranks."""
-LAUNCH, WAIT, OTHER = "launch", "wait", "other"
-_GATHERS = ("all_gather", "gather", "broadcast")
+LAUNCH, WAIT = "launch", "wait"
 _WAIT_TENSOR = "_c10d_functional::wait_tensor"
 _GLOO = "gloo:"
 
@@ -131,7 +130,8 @@ def trace_spans(
     calls.sort(key=lambda span: span.start_s)
     spans += _compute(spans, calls, launches)
     spans += [*calls, *links]
-    spans += [Span(OPERATORS, OPERATORS, each.name, *_times(each)) for each in operators if _is_operator(each)]
+    shown = [each for each in operators if _is_operator(each) and each.start_ns >= phases[0][1].start_ns]
+    spans += [Span(OPERATORS, OPERATORS, each.name, *_times(each)) for each in shown]
     return [_shifted(span, zero_s) for span in spans]
 
 
@@ -145,7 +145,7 @@ def _launches(operators: Sequence[Operator], ranks: int) -> list[_Launch]:
             graphs[operator.name] = {kind: iter(names) for kind, names in buckets.items()}
         if is_collective(operator):
             kind, size = measure_collective(operator, ranks)
-            bucket = _bucket(operator.inside, GATHER if kind in _GATHERS else REDUCE, graphs)
+            bucket = _bucket(operator.inside, way_of(kind), graphs)
             written = operator.arguments[0] if operator.arguments else ()
             address = written[0].address if written else None
             found.append(_Launch(*_times(operator), kind, bucket, size, address))
@@ -165,13 +165,19 @@ def _bucket(inside: Sequence[str], way: str, graphs: dict[str, dict[str, Iterato
 def _emulated_links(
     log: Sequence[LogEntry], launches: Sequence[_Launch], offset_s: float
 ) -> tuple[list[Span], dict[tuple[str, int], str]]:
-    """Spans of all links, and the bucket of each operation by group and index: one was issued in each launch."""
+    """Spans of all links, and the bucket of each operation by group and index: one was issued in each launch.
+
+    Where that is not so, since the link leaves an operator alone, no operation has a name.
+    """
+    served = [launch.bucket for launch in launches] if len(launches) == len(log) else [""] * len(log)
     spans, buckets = [], {}
-    for entry, launch in zip(sorted(log, key=lambda entry: entry.issue_s), launches, strict=True):
-        buckets[entry.group, entry.index] = launch.bucket
+    for entry, bucket in zip(sorted(log, key=lambda entry: entry.issue_s), served, strict=True):
+        buckets[entry.group, entry.index] = bucket
         lane = f"{LINK} {'-'.join(map(str, entry.ranks))}"
+        if len({other.group for other in log if other.ranks == entry.ranks}) > 1:
+            lane += f" {entry.group}"
         start_s, end_s = entry.start_s + offset_s, entry.end_s + offset_s
-        spans.append(Span(lane, _way(entry.kind), launch.bucket, start_s, end_s, entry.bytes))
+        spans.append(Span(lane, way_of(entry.kind), bucket, start_s, end_s, entry.bytes))
     return spans, buckets
 
 
@@ -182,7 +188,7 @@ def _gloo_links(operators: Sequence[Operator], launches: Sequence[_Launch]) -> l
     if len(busy) != len(carried):
         return []
     return [
-        Span(LINK, _way(launch.kind), launch.bucket, *_times(each), launch.bytes)
+        Span(LINK, way_of(launch.kind), launch.bucket, *_times(each), launch.bytes)
         for each, launch in zip(busy, carried, strict=True)
     ]
 
@@ -196,7 +202,8 @@ def _reported_waits(operators: Iterable[Operator], launches: Sequence[_Launch]) 
             spans.append(Span(COMPUTE, WAIT, read[1], *_times(operator)))
         elif operator.name == _WAIT_TENSOR:
             start_s, end_s = _times(operator)
-            address = operator.arguments[0][0].address
+            read_buffer = operator.arguments[0] if operator.arguments else ()
+            address = read_buffer[0].address if read_buffer else None
             before = [each for each in launches if each.address == address and each.start_s < start_s]
             spans.append(Span(COMPUTE, WAIT, before[-1].bucket if before else "", start_s, end_s))
     return spans
@@ -204,11 +211,11 @@ def _reported_waits(operators: Iterable[Operator], launches: Sequence[_Launch]) 
 
 def _compute(phases: Sequence[Span], calls: Sequence[Span], launches: Sequence[_Launch]) -> list[Span]:
     """What is between collective calls; see [Note: whose compute]."""
-    gathered = {each.bucket for each in launches if _way(each.kind) == GATHER}
+    gathered = {each.bucket for each in launches if way_of(each.kind) == GATHER}
     spans = []
     for phase in phases:
         inside = [call for call in calls if phase.start_s <= call.start_s < phase.end_s]
-        reductions = [each for each in launches if _way(each.kind) == REDUCE and each.start_s < phase.end_s]
+        reductions = [each for each in launches if way_of(each.kind) == REDUCE and each.start_s < phase.end_s]
         at_s, bucket = phase.start_s, ""
         for start_s, end_s, call in [*((call.start_s, call.end_s, call) for call in inside), (phase.end_s, 0.0, None)]:
             if phase.name == BACKWARD:
@@ -219,12 +226,6 @@ def _compute(phases: Sequence[Span], calls: Sequence[Span], launches: Sequence[_
                 bucket = call.name
             at_s = max(at_s, end_s)
     return spans
-
-
-def _way(kind: str) -> str:
-    if kind in _GATHERS:
-        return GATHER
-    return OTHER if kind in ("barrier", "send", "recv") else REDUCE
 
 
 def _is_operator(operator: Operator) -> bool:

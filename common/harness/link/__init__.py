@@ -17,7 +17,7 @@ link to compute, not the speed of a GPU.
 """
 
 from common.harness.link.emulation import emulate
-from common.harness.link.meter import LogEntry, Meter
+from common.harness.link.meter import LogEntry, Meter, way_of
 from common.harness.link.spec import FREE, PRESETS, LinkChoice, LinkSpec, parse_link
 
-__all__ = ["FREE", "PRESETS", "LinkChoice", "LinkSpec", "LogEntry", "Meter", "emulate", "parse_link"]
+__all__ = ["FREE", "PRESETS", "LinkChoice", "LinkSpec", "LogEntry", "Meter", "emulate", "parse_link", "way_of"]

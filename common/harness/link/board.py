@@ -9,7 +9,7 @@ A writer fills in data and slot, and then raises `posted`; a reader looks at `po
 seen in that order. Elsewhere they need fences, and `fence` has the interpreter make one: to release and take a lock
 twice orders what comes before it against what comes after.
 
-Left out: ranks on several machines or in several PID namespaces (refused by `connect`).
+Left out: ranks on several machines or in several PID namespaces (refused by `Link`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.ranges import GATHER, REDUCE
+
+OTHER = "other"
 KINDS = (
     "all_gather",
     "reduce_scatter",
@@ -15,6 +18,13 @@ KINDS = (
     "reduce",
     "barrier",
 )
+
+
+def way_of(kind: str) -> str:
+    """Which way an operation of a sharded model goes: `GATHER`, `REDUCE`, or `OTHER` for what is not of its step."""
+    if kind == "all_gather":
+        return GATHER
+    return REDUCE if kind in ("reduce_scatter", "all_reduce", "all_to_all", "reduce") else OTHER
 
 
 @dataclass(frozen=True)
