@@ -32,6 +32,13 @@ _FIGURES = (
 )
 
 
+_LINK_NOTES = (
+    "busy: time on the link; exposed: slept in it; hidden: the share of busy that compute covered",
+    "efficiency: bound / step, the bound being busy, or compute with what no schedule hides, the first gather and "
+    "the last reduction, if that is more; over 100% where the compute-only steps were disturbed",
+)
+
+
 def benchmark_document(benchmark: Benchmark) -> Document:
     """The rows of all cells, and how to read them."""
     table = benchmark_table(benchmark)
@@ -50,13 +57,13 @@ def benchmark_document(benchmark: Benchmark) -> Document:
             for link, about, carrier, is_judged in links
         ),
     )
+    is_emulated = any(row.busy_s is not None for cell in benchmark.cells for row in cell.rows)
     notes = (
         "medians over turns, in brackets the middle half; compute: the same step on a link that costs nothing",
-        "busy: time on the link; exposed: slept in it; hidden: the share of busy that compute covered",
-        "efficiency: bound / step, the bound being busy, or compute with what no schedule hides, the first gather and "
-        "the last reduction, if that is more",
+        *(_LINK_NOTES if is_emulated else ()),
         "speed: step of the first engine over this one's, turn by turn; no verdict where 1 is in the middle half, or "
         "where chance would give as lopsided a count of turns in 1 case of 20",
+        "collectives of the engines at home are held against the plan's, and fail the row where they differ",
     )
     section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)
     is_judged = any(cell.job.is_judged for cell in benchmark.cells)

@@ -34,7 +34,7 @@ from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
 from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
-from bench.trace_files import load_steps, save_trace
+from bench.trace_files import SUFFIX, load_steps, save_trace
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import referee_job
@@ -85,7 +85,7 @@ def compare(options: CompareOptions) -> int:
     if folder is not None:
         save_comparison(folder, comparison)
         emit(comparison_document(comparison), options.format)
-        print(f"records: {folder}", file=sys.stderr)
+        _tell_where(folder, options)
     return HOLDS if comparison.holds else FAILS
 
 
@@ -110,7 +110,7 @@ def bench(options: BenchOptions) -> int:
             save_benchmark(folder, benchmark)
     if folder is not None:
         emit(benchmark_document(benchmark), options.format)
-        print(f"records: {folder}", file=sys.stderr)
+        _tell_where(folder, options)
     return FAILS if benchmark.failures else HOLDS
 
 
@@ -198,6 +198,15 @@ def _save(folder: Path, name: str, run: Run, results: Iterable[RankResult | None
     for result in results:
         if result is not None and result.trace is not None:
             save_trace(folder, name, result.trace)
+
+
+def _tell_where(folder: Path, options: CompareOptions | BenchOptions) -> None:
+    """Say where things went."""
+    print(f"records: {folder}", file=sys.stderr)
+    if options.profile:
+        place = "cell-*/" if isinstance(options, BenchOptions) else ""
+        files = folder / f"{place}*{SUFFIX}"
+        print(f"traces: {files}, for ui.perfetto.dev; drawn by: fsdp-parity lanes {folder}", file=sys.stderr)
 
 
 def _tell(error: ParityError) -> None:

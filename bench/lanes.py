@@ -39,8 +39,8 @@ def lanes_document(steps: Mapping[str, Sequence[Span]], *, rank: int, width: int
     notes = (
         f"one cell is {longest_s / width * 1e3:.3g} ms; a cell shows what took most of it; recording slows a step down",
         f"buckets: {buckets}" if buckets else "no collective names a bucket",
-        f"phase: forward, backward, optimizer; compute: {_WAITING} waits, {_NOBODY} none of a bucket's; "
-        f"link: {_IDLE} idle",
+        f"phase: forward, backward, optimizer; compute: a bucket's letter, {_WAITING} waits, {_NOBODY} launches, or "
+        f"computes for no bucket; {_IDLE} nothing",
     )
     rows = [
         {"engine": engine} | {name: getattr(span, name) for name in _COLUMNS[1:]}
@@ -66,10 +66,11 @@ def _drawings(
     spans: Sequence[Span], letters: Mapping[str, str], cell_s: float, width: int
 ) -> Iterable[tuple[str, str]]:
     """The lanes of one step, each with what is drawn on it."""
+    cells = min(width, math.ceil(_length(spans) / cell_s))
     marked = [(span, span.name[:1]) for span in spans if span.lane == PHASE]
-    yield PHASE, draw(marked, cell_s, width, " ")
+    yield PHASE, draw(marked, cell_s, cells, _IDLE)
     computed = [(span, _mark(span, letters)) for span in spans if span.lane == COMPUTE]
-    yield COMPUTE, draw(computed, cell_s, width, " ")
+    yield COMPUTE, draw(computed, cell_s, cells, _IDLE)
     links = list(dict.fromkeys(span.lane for span in spans if span.lane.startswith(LINK)))
     for link in links:
         for kind in (GATHER, REDUCE, OTHER):
@@ -77,8 +78,7 @@ def _drawings(
                 (span, letters.get(span.name, _NOBODY)) for span in spans if (span.lane, span.kind) == (link, kind)
             ]
             if carried:
-                cells = math.ceil(_length(spans) / cell_s)
-                yield (kind if len(links) == 1 else f"{kind} {link}"), draw(carried, cell_s, min(cells, width), _IDLE)
+                yield (kind if len(links) == 1 else f"{kind} {link}"), draw(carried, cell_s, cells, _IDLE)
 
 
 def draw(spans: Iterable[tuple[Span, str]], cell_s: float, width: int, idle: str) -> str:
@@ -93,7 +93,7 @@ def draw(spans: Iterable[tuple[Span, str]], cell_s: float, width: int, idle: str
         empty_s = cell_s - sum(marks.values())
         mark, most_s = max(marks.items(), key=lambda item: item[1], default=(idle, 0.0))
         text += mark if most_s > empty_s else idle
-    return text.rstrip()
+    return text
 
 
 def _mark(span: Span, letters: Mapping[str, str]) -> str:

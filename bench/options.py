@@ -133,7 +133,8 @@ def parse(words: Sequence[str]) -> Options:
     if found.command == "bench":
         return _bench_options(found, given)
     _check_profile(found)
-    given["link"] = given["link"] or _carrier(found.device, "gloo")
+    if found.link is None:
+        given["link"] = _carrier(found.device, "gloo")
     _check_latency(parse_link(given["link"]), found.timeout)
     if given["link"] == FAKE_LINK:
         raise ConfigError("link fake: moves nothing, so there is nothing to judge; use bench, or another link")
@@ -162,7 +163,7 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
     cells = []
     for values in itertools.product(*sweep.values()):
         cell = given | dict(zip(sweep, values, strict=True))
-        link = parse_link(cell["link"] or _carrier(found.device, DEFAULT_LINK))
+        link = parse_link(_carrier(found.device, DEFAULT_LINK) if cell["link"] is None else cell["link"])
         _check_latency(link, found.timeout)
         if link.name == FAKE_LINK and torchrun_ranks() is not None:
             raise ConfigError("link fake: one process stands for all ranks; start bench without torchrun")

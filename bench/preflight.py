@@ -53,6 +53,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     device_of(job.device).check(_processes_here(job), job.link)
     if job.seed > LARGEST_SEED:
         raise ConfigError(f"seed: expected at most {LARGEST_SEED}, found {job.seed}")
+    engines = tuple(engines)
     names = (reference, *engines)
     for name in names:
         _load_engine(name)
@@ -61,12 +62,13 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
             "engine ddp: waits for the result of an all-reduce, which a process group that moves nothing never has; "
             "leave ddp out of --engines on link fake"
         )
+    used = names if job.is_judged else engines  # where nothing is judged the reference does not run
     model = _build_model(job)
     limits = model_limits(model)
     check_seq(job.seq, limits.max_seq_len)
     plan = build_plan(model, job.plan)
-    _check_disabled_passes(job, names)
-    _check_block_backend(model, job, plan, names)
+    _check_disabled_passes(job, used)
+    _check_block_backend(model, job, plan, used)
     _check_trainable(model, job, names)
     _check_chance(model, job)
     _check_memory(model, job, alive)

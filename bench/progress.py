@@ -57,7 +57,7 @@ class _Silent:
 class _Lines:
     def __init__(self, names: Sequence[str], steps: int, turns: int) -> None:
         self._names = list(names)
-        self._work = f"{steps} steps" + (f", then {turns} turns" if turns else "")
+        self._work = _count(steps, "step") + (f", then {_count(turns, 'turn')}" if turns else "")
 
     def begin(self, name: str) -> OnProgress:
         place = f"{self._names.index(name) + 1}/{len(self._names)}"
@@ -112,3 +112,7 @@ class _Bars:
 
 def _ignore(rank: int, event: RankProgress) -> None:
     """Show nothing."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -8,6 +8,7 @@ Each lane is a thread of the process that stands for the rank. What the format h
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ def load_steps(folder: Path, engines: Sequence[str], *, cell: int | None, rank: 
         if engine not in traces:
             raise ConfigError(f"run {place}: no trace of {engine!r}, those of {', '.join(traces)} are there")
         if rank not in traces[engine]:
-            raise ConfigError(f"run {place}: engine {engine!r} ran on ranks 0 to {max(traces[engine])}, found {rank}")
+            ranks = ", ".join(map(str, sorted(traces[engine])))
+            raise ConfigError(f"run {place}: no trace of rank {rank} of {engine!r}, those of rank {ranks} are there")
     return {engine: load_spans(traces[engine][rank]) for engine in engines or traces}
 
 
@@ -85,8 +87,10 @@ def load_spans(path: Path) -> list[Span]:
         events = data["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         spans = list(_spans(events, lanes))
-    if not any(span.lane == PHASE for span in spans):
+    if not any(span.lane == PHASE and span.name and span.end_s > 0 for span in spans):
         raise ConfigError(f"{path}: holds no phase of a step; run with --profile again")
+    if not all(0 <= span.start_s <= span.end_s < math.inf and isinstance(span.name, str) for span in spans):
+        raise ConfigError(f"{path}: holds spans that no step has; run with --profile again")
     return spans
 
 

@@ -9,7 +9,7 @@ import torch
 
 from common.harness.launch import RankContext, RankPool
 from common.harness.train import RankResult, run_ranks
-from common.job import JobConfig
+from common.job import PASSES, JobConfig
 from common.models import build_model
 from parity_tests.cli_calls import call
 from parity_tests.runs import Runs
@@ -58,6 +58,18 @@ def test_nothing_is_judged_and_that_is_said(tmp_path: Path) -> None:
     for words, said in (
         (("compare", *TINY, "--link", "fake"), "nothing to judge"),
         (("bench", *TINY, "--engines", "ddp", "--link", "fake"), "leave ddp out"),
+        (("bench", *TINY, "--engines", "eager", "--link", ""), "cannot read ''"),
+        (
+            (
+                "bench",
+                *TINY,
+                "--engines=eager",
+                "--reference=compiled",
+                "--link=fake",
+                f"--disabled-passes={PASSES[0]}",
+            ),
+            "an engine with passes",
+        ),
     ):
         refused = call(*words)
         assert refused.code == 2 and said in refused.err

@@ -470,3 +470,9 @@ def test_loss_is_taken_in_fp32_or_wider() -> None:
     assert mean_loss(logits.bfloat16(), targets).dtype is torch.float32
     assert mean_loss(logits.bfloat16(), targets).item() == pytest.approx(expected.item(), rel=1e-6)
     assert mean_loss(logits.double(), targets).dtype is torch.float64
+
+
+def test_collectives_are_those_of_a_warm_step(runs: Runs) -> None:
+    """DDP packs its buckets anew in its second step and broadcasts how; after one judged step that is past."""
+    record, _ = runs("ddp", JobConfig(steps=1, seq=16, batch=4))
+    assert [(each.phase, each.kind) for each in record.collectives] == [(BACKWARD, "all_reduce")]

@@ -223,7 +223,7 @@ def test_a_cell_shows_what_took_most_of_it() -> None:
     spans = [(Span(COMPUTE, COMPUTE, "", 0.0, 1.6), "a"), (Span(COMPUTE, WAIT, "", 1.6, 3.1), ".")]
     assert draw(spans, 1.0, 5, "·") == "aa.··"
     assert draw([(Span(COMPUTE, COMPUTE, "", 0.0, 9.0), "a")], 1.0, 5, " ") == "aaaaa"
-    assert draw([(Span(COMPUTE, COMPUTE, "", 0.0, 0.4), "a")], 1.0, 2, " ") == ""
+    assert draw([(Span(COMPUTE, COMPUTE, "", 0.0, 0.4), "a")], 1.0, 2, "·") == "··"
 
 
 def test_lanes_put_engines_on_one_scale() -> None:
@@ -281,7 +281,7 @@ def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
     assert "gather" in call("lanes", str(folder), "--engines", "eager").out
     for wrong, said in (
         (("--engines", "single"), "no trace of 'single'"),
-        (("--rank", "2"), "ran on ranks 0 to 1, found 2"),
+        (("--rank", "2"), "those of rank 0, 1 are there"),
         (("--cell", "1"), "a comparison has no cells"),
     ):
         refused = call("lanes", str(folder), *wrong)

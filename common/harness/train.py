@@ -215,7 +215,9 @@ class Training:
         self._update()
 
     def instrumented_steps(self) -> None:
-        """Two more steps: one counts collectives, one measures memory."""
+        """Two more steps, at the earliest the third and fourth: one counts collectives, one measures memory."""
+        for step in range(self.job.steps, 2):  # in its second DDP packs its buckets anew
+            self.plain_step(step)
         with count_collectives() as collectives:
             self.plain_step(self.job.steps)
         if self.rank == 0:

@@ -127,7 +127,7 @@ def trace_spans(
     else:
         links = _gloo_links(operators, launches)
         calls += _reported_waits(operators, launches)
-    calls.sort(key=lambda span: span.start_s)
+    calls = _one_after_the_other(calls)
     spans += _compute(spans, calls, launches)
     spans += [*calls, *links]
     shown = [each for each in operators if _is_operator(each) and each.start_ns >= phases[0][1].start_ns]
@@ -207,6 +207,15 @@ def _reported_waits(operators: Iterable[Operator], launches: Sequence[_Launch]) 
             before = [each for each in launches if each.address == address and each.start_s < start_s]
             spans.append(Span(COMPUTE, WAIT, before[-1].bucket if before else "", start_s, end_s))
     return spans
+
+
+def _one_after_the_other(calls: Iterable[Span]) -> list[Span]:
+    """Calls in order of time; launches and waits go by two clocks, which agree to some ten microseconds only."""
+    found: list[Span] = []
+    for call in sorted(calls, key=lambda call: call.start_s):
+        start_s = max(call.start_s, found[-1].end_s) if found else call.start_s
+        found.append(Span(call.lane, call.kind, call.name, start_s, max(start_s, call.end_s), call.bytes))
+    return found
 
 
 def _compute(phases: Sequence[Span], calls: Sequence[Span], launches: Sequence[_Launch]) -> list[Span]:
