@@ -289,7 +289,7 @@ def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
         ("dying_in_turn", "rank 1 ended with exit code 9"),
         (
             "hanging_in_turn",
-            rf"engine '{ENGINES}.hanging_in_turn', turn 1: rank 0 .*hanging_in_turn.py:\d+\) .*within 8 s",
+            rf"engine '{ENGINES}.hanging_in_turn', turn 1: rank 1 at .*hanging_in_turn.py:\d+\) .*within 8 s",
         ),
     ],
 )

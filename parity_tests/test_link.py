@@ -52,10 +52,12 @@ def test_link_refuses_what_it_cannot_read(text: str) -> None:
 
 def test_link_presets_say_what_they_are() -> None:
     """Each preset has its name and a sentence, and those that imitate hardware say that it is a ratio and no GPU."""
-    assert {"gloo", "none", "nvlink", "pcie", "ethernet", "nodes"} == set(PRESETS)
+    untouched = {"gloo", "nccl", "fake"}
+    assert {*untouched, "none", "nvlink", "pcie", "ethernet", "nodes"} == set(PRESETS)
     for name, choice in PRESETS.items():
         assert parse_link(name) is choice
-        assert name in ("gloo", "none") or ("ratio" in choice.about and "not a GPU" in choice.about)
+        assert (choice.across is None) is (name in untouched)
+        assert name in (*untouched, "none") or ("ratio" in choice.about and "not a GPU" in choice.about)
     assert parse_link("none").of_group([0, 1]) == FREE
     assert FREE.cost_s(10**9, 4) == 0.0
     rates = [parse_link(name).of_group([0, 1]).beta_bytes_per_s for name in ("nvlink", "pcie", "ethernet")]
