@@ -152,13 +152,13 @@ def _row(
     has_model: bool,
 ) -> BenchRow:
     steps = per_turn(turns, lambda step: step.step_s, max)
-    compute = steps if not job.is_judged else _compute(turns)
+    compute = _compute(turns) if job.is_judged else steps
     step = Spread.of(steps)
     row = BenchRow(
         engine,
         backend,
         step_s=step,
-        tokens_per_s=None if not job.is_judged else job.batch * job.seq / step.median,
+        tokens_per_s=job.batch * job.seq / step.median if job.is_judged else None,
         compute_s=statistics.median(compute) if compute else None,
         peak_bytes=max(peak.peak_bytes for peak in record.memory),
         collectives=sum(count.count for count in record.collectives),

@@ -73,7 +73,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     _check_chance(model, job)
     _check_memory(model, job, alive)
     check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
-    paths = {SHORT_NAMES.get(name, name) for name in names}
+    paths = {SHORT_NAMES.get(name, name) for name in used}
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in paths:
         check_compiler("backend")
     if job.block_backend == "inductor" and not paths.isdisjoint(BLOCKWISE):
