@@ -1,11 +1,13 @@
-"""The five commands, from options to exit code.
+"""The commands, from options to exit code.
 
 `compare`, in phases:
 
 1. check all that can be checked before a rank starts (`preflight`);
 2. run the engines in turn on the same ranks: the reference, the candidates, then the float64 referee if a grade needs
    it; each record is written when its run ends, so that a later failure does not take it along;
-3. judge (`judge`), write the report (`store`), print (`documents`, `render`).
+3. judge (`judge`), write the report (`store`);
+4. on request, run the compiled engine stage by stage (`stages`), and replay the first pair that fails (`explain`);
+5. print (`documents`, `render`).
 
 `bench`, cell by cell: the reference first, then the engines alive side by side, each trained and then timed in turns
 (`turns`); what was trained is judged as above. The table is written anew after each cell.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,19 +27,31 @@ from pathlib import Path
 from bench.benchmark import TurnsByRank, bench_rows
 from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark, save_turns
 from bench.benchmark_tables import benchmark_document
-from bench.documents import comparison_document
+from bench.explain import Explanation
+from bench.explain import explain as explain_pair
+from bench.explanation_tables import explanation_document, full_document
 from bench.judge import REFEREE, judge, judged_pairs, needs_referee
 from bench.lanes import lanes_document
 from bench.listing import list_document
-from bench.options import BenchCell, BenchOptions, CompareOptions, LanesOptions, ListOptions, ShowOptions, parse
+from bench.options import (
+    BenchCell,
+    BenchOptions,
+    CompareOptions,
+    ExplainOptions,
+    LanesOptions,
+    ListOptions,
+    ShowOptions,
+    parse,
+)
 from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
+from bench.stages import Bisection, bisect, stage_jobs
 from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
 from bench.trace_files import SUFFIX, load_steps, save_trace
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
-from common.harness.compare import referee_job
+from common.harness.compare import Grade, ParityReport, referee_job
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run, save_record
 from common.harness.stopwatch import Timing
@@ -55,6 +69,8 @@ def run(words: Sequence[str]) -> int:
             return list_names(options)
         if isinstance(options, LanesOptions):
             return lanes(options)
+        if isinstance(options, ExplainOptions):
+            return explain(options)
         if isinstance(options, BenchOptions):
             return bench(options)
         return show(options) if isinstance(options, ShowOptions) else compare(options)
@@ -67,6 +83,11 @@ def compare(options: CompareOptions) -> int:
     """Train the job on every engine and judge whether they agree."""
     job = options.job
     check(job, options.reference, options.engines, options.out)
+    if options.bisect_passes and not any(stage_jobs(engine, job) for engine in options.engines):
+        raise ConfigError(
+            f"bisect_passes: expected an engine that is compiled, found {', '.join(options.engines)} with the backend "
+            f"{job.backend}; add compiled to --engines, with --backend aot_eager or inductor"
+        )
     pairs = judged_pairs(job, options.reference, options.engines)
     jobs = {name: job for name in (options.reference, *options.engines)}
     if needs_referee(job, pairs):
@@ -75,18 +96,42 @@ def compare(options: CompareOptions) -> int:
     with open_ranks(job.ranks) as ranks:
         folder = make_run_folder(options.out, job, created) if ranks.is_main else None
         runs = _run_all(ranks, jobs, folder, options.timeout_s, traced=options.engines if options.profile else ())
-    comparison = Comparison(
-        created=created.isoformat(timespec="seconds"),
-        job=job,
-        reference=options.reference,
-        records={name: record for name, (record, _) in runs.items()},
-        reports=tuple(judge(pairs, runs)),
-    )
+        comparison = Comparison(
+            created=created.isoformat(timespec="seconds"),
+            job=job,
+            reference=options.reference,
+            records={name: record for name, (record, _) in runs.items()},
+            reports=tuple(judge(pairs, runs)),
+        )
+        if folder is not None:
+            save_comparison(folder, comparison)  # whatever comes of what follows
+        if options.bisect_passes:
+            comparison = replace(comparison, bisections=tuple(_bisect(ranks, comparison, runs, options.timeout_s)))
+        if options.explain and not all(report.passed for report in comparison.reports):
+            comparison = replace(
+                comparison, explanation=_explain(ranks, comparison, _worst(comparison), options.timeout_s)
+            )
     if folder is not None:
         save_comparison(folder, comparison)
-        emit(comparison_document(comparison), options.format)
+        emit(full_document(comparison), options.format)
         _tell_where(folder, options)
     return HOLDS if comparison.holds else FAILS
+
+
+def explain(options: ExplainOptions) -> int:
+    """Replay a pair of a comparison to its first divergence; the exit code is the pair's verdict."""
+    folder = find_run(options.run, options.out)
+    if is_benchmark(folder):
+        raise ConfigError(f"explain {folder}: expected a run of compare, found one of bench; compare the same job")
+    comparison = load_comparison(folder)
+    report = _chosen(comparison, options.pair)
+    check(comparison.job, report.reference, [report.candidate], options.out)
+    with open_ranks(comparison.job.ranks) as ranks:
+        explanation = _explain(ranks, comparison, report, options.timeout_s)
+        if ranks.is_main:
+            save_comparison(folder, replace(comparison, explanation=explanation))
+            emit(explanation_document(explanation), options.format)
+    return HOLDS if explanation.passed else FAILS
 
 
 def bench(options: BenchOptions) -> int:
@@ -151,7 +196,7 @@ def show(options: ShowOptions) -> int:
         emit(benchmark_document(benchmark), options.format)
         return FAILS if benchmark.failures else HOLDS
     comparison = load_comparison(folder)
-    emit(comparison_document(comparison), options.format)
+    emit(full_document(comparison), options.format)
     return HOLDS if comparison.holds else FAILS
 
 
@@ -167,6 +212,41 @@ def list_names(options: ListOptions) -> int:
     """Print what options can be given."""
     emit(list_document(), options.format)
     return HOLDS
+
+
+def _chosen(comparison: Comparison, pair: tuple[str, str] | None) -> ParityReport:
+    """The report on `pair`; without one on the pair that most needs explaining."""
+    if pair is None:
+        return _worst(comparison)
+    for report in comparison.reports:
+        if (report.reference, report.candidate) == pair:
+            return report
+    judged = "; ".join(f"{report.reference},{report.candidate}" for report in comparison.reports)
+    raise ConfigError(f"pair: expected one that was judged, found {','.join(pair)}; judged are {judged}")
+
+
+def _worst(comparison: Comparison) -> ParityReport:
+    """The first pair that fails, else the first whose bits differ, else the first."""
+    reports = comparison.reports
+    differing = (report for report in reports if report.first_divergence is not None)
+    return next((report for report in reports if not report.passed), next(differing, reports[0]))
+
+
+def _explain(ranks: Ranks, comparison: Comparison, report: ParityReport, timeout_s: float) -> Explanation:
+    records = [comparison.records[name] for name in (report.reference, report.candidate)]
+    return explain_pair(ranks, comparison.job, report, records, timeout_s)
+
+
+def _bisect(ranks: Ranks, comparison: Comparison, runs: Mapping[str, Run], timeout_s: float) -> Iterator[Bisection]:
+    """Take apart each candidate that is compiled, against what it was first judged against."""
+    for report in {report.candidate: report for report in reversed(comparison.reports)}.values():
+        bits = report.asked is Grade.BITWISE
+        known = {name: run for name, run in runs.items() if name in (report.reference, REFEREE)}
+        found = bisect(
+            ranks, report.candidate, report.reference, comparison.job, bits=bits, known=known, timeout_s=timeout_s
+        )
+        if found is not None:
+            yield found
 
 
 def _run_all(

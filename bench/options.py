@@ -27,6 +27,8 @@ class CompareOptions:
         format: one of `bench.parser.FORMATS`.
         timeout_s: for one engine, compilation included.
         profile: trace one step of each candidate.
+        explain: replay the first pair that does not pass, see `bench.explain`.
+        bisect_passes: judge the compiled engine stage by stage, see `bench.stages`.
     """
 
     job: JobConfig
@@ -36,6 +38,8 @@ class CompareOptions:
     format: str
     timeout_s: float
     profile: bool
+    explain: bool
+    bisect_passes: bool
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,23 @@ class ShowOptions:
 
 
 @dataclass(frozen=True)
+class ExplainOptions:
+    """What `explain` was asked for.
+
+    Attributes:
+        run, out: as in `ShowOptions`.
+        pair: reference and candidate, by engine name; None for the first pair that fails, or else differs.
+        timeout_s: for each engine.
+    """
+
+    run: str
+    out: Path
+    pair: tuple[str, str] | None
+    timeout_s: float
+    format: str
+
+
+@dataclass(frozen=True)
 class LanesOptions:
     """What `lanes` was asked for.
 
@@ -112,7 +133,7 @@ class ListOptions:
     format: str
 
 
-Options = CompareOptions | BenchOptions | ShowOptions | LanesOptions | ListOptions
+Options = CompareOptions | BenchOptions | ShowOptions | ExplainOptions | LanesOptions | ListOptions
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -129,6 +150,8 @@ def parse(words: Sequence[str]) -> Options:
         return ShowOptions(found.run, found.out, found.format)
     if found.command == "lanes":
         return LanesOptions(found.run, found.out, found.engines, found.cell, found.rank, found.width, found.format)
+    if found.command == "explain":
+        return ExplainOptions(found.run, found.out, _pair(found.pair), found.timeout, found.format)
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
     if found.command == "bench":
         return _bench_options(found, given)
@@ -146,7 +169,17 @@ def parse(words: Sequence[str]) -> Options:
         format=found.format,
         timeout_s=found.timeout,
         profile=found.profile,
+        explain=found.explain,
+        bisect_passes=found.bisect_passes,
     )
+
+
+def _pair(names: tuple[str, ...] | None) -> tuple[str, str] | None:
+    if names is None:
+        return None
+    if len(names) != 2 or names[0] == names[1]:
+        raise ConfigError(f"pair: expected a reference and a candidate, as in single,eager, found {','.join(names)}")
+    return names[0], names[1]
 
 
 def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:

@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="render the records of a run again")
     show.add_argument("run", metavar="RUN", help='a folder that compare or bench wrote, or "latest"')
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
+    _add_explain(commands.add_parser("explain", help="replay a comparison to its first divergence and name the place"))
     _add_lanes(commands.add_parser("lanes", help="draw a traced step of several engines under each other"))
     names = commands.add_parser("list", help="engines, models, plans, backends, passes, links, transports and dtypes")
     for command in (show, names):
@@ -77,6 +78,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is judged, and where it goes").add_argument
     _add_link(add, JobConfig().link)
     _add_judgement(add, DEFAULT_ENGINES)
+    add("--explain", action="store_true", help="if parity does not hold, replay and name the first divergence")
+    add("--bisect-passes", action="store_true", help="judge the engine compiled stage by stage, pass after pass, too")
     _add_format(parser)
 
 
@@ -98,6 +101,17 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what has to agree, and where it goes").add_argument
     _add_judgement(add, BENCH_ENGINES)
+    _add_format(parser)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    """The options of `explain`."""
+    parser.epilog = EXIT_CODES + JOINS
+    add = parser.add_argument
+    add("run", metavar="RUN", help='a folder that compare wrote, or "latest"')
+    add("--pair", type=_names, metavar="A,B", help="reference and candidate (default: the first pair that fails)")
+    add("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
+    _add_timeout(add)
     _add_format(parser)
 
 
@@ -191,6 +205,11 @@ def _add_judgement(add: Callable[..., object], engines: str) -> None:
     add("--engines", type=_names, default=engines, metavar="A,B", help="candidates (default: %(default)s)")
     add("--reference", default=DEFAULT_REFERENCE, metavar="A", help="judge them against it (default: %(default)s)")
     add("--out", type=Path, default=RUNS, metavar="DIR", help="gets a folder per run (default: %(default)s)")
+    _add_timeout(add)
+    add("--profile", action="store_true", help="trace one step of each candidate, for Perfetto and the command lanes")
+
+
+def _add_timeout(add: Callable[..., object]) -> None:
     add(
         "--timeout",
         type=_timeout,
@@ -198,7 +217,6 @@ def _add_judgement(add: Callable[..., object], engines: str) -> None:
         metavar="S",
         help="seconds one engine may take, compilation included (default: %(default)g)",
     )
-    add("--profile", action="store_true", help="trace one step of each candidate, for Perfetto and the command lanes")
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from bench.explain import Explanation
 from bench.judge import failures
+from bench.stages import Bisection
 from common.errors import ConfigError
 from common.harness.grades import Grade
-from common.harness.records import RunRecord, engine_file, json_ready
+from common.harness.records import RunRecord, engine_file, json_ready, number_of, row_of
 from common.harness.report import Divergence, ParamRow, ParityReport, StepRow, TrendRow
 from common.job import JobConfig
 
@@ -30,8 +32,6 @@ REPORT = "report"
 BENCH = "bench"
 """Name of a benchmark's file."""
 LATEST = "latest"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Comparison:
         reference: the engine that the others are judged against.
         records: by engine name, in the order of the tables: the reference, the candidates, the referee.
         reports: one per judged pair.
+        bisections: of the engines that were judged stage by stage too.
+        explanation: of the pair that was replayed, if one was.
     """
 
     created: str
@@ -50,6 +52,8 @@ class Comparison:
     reference: str
     records: Mapping[str, RunRecord]
     reports: tuple[ParityReport, ...]
+    bisections: tuple[Bisection, ...] = ()
+    explanation: Explanation | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -73,6 +77,8 @@ class Comparison:
                 "reference": self.reference,
                 "engines": list(self.records),
                 "comparisons": [report.to_dict() for report in self.reports],
+                "bisections": [dataclasses.asdict(each) for each in self.bisections],
+                "explanation": self.explanation and dataclasses.asdict(self.explanation),
             }
         )
         return data
@@ -149,6 +155,8 @@ def load_comparison(folder: Path) -> Comparison:
             reference=data["reference"],
             records=records,
             reports=tuple(_report(each) for each in data["comparisons"]),
+            bisections=tuple(Bisection.from_dict(each) for each in data.get("bisections", ())),
+            explanation=Explanation.from_dict(found) if (found := data.get("explanation")) else None,
         )
 
 
@@ -193,25 +201,15 @@ def _report(data: dict[str, Any]) -> ParityReport:
         | {
             "asked": Grade(data["asked"]),
             "reached": data["reached"] and Grade(data["reached"]),
-            "margin": _number(data["margin"]),
+            "margin": number_of(data["margin"]),
             "reasons": tuple(data["reasons"]),
             "causes": tuple(data["causes"]),
             "first_divergence": divergence and Divergence(**divergence),
-            "params": tuple(_row(ParamRow, row) for row in data["params"]),
-            "steps": tuple(_row(StepRow, row) for row in data["steps"]),
-            "trends": tuple(_row(TrendRow, row) for row in data["trends"]),
+            "params": tuple(row_of(ParamRow, row) for row in data["params"]),
+            "steps": tuple(row_of(StepRow, row) for row in data["steps"]),
+            "trends": tuple(row_of(TrendRow, row) for row in data["trends"]),
         }
     )
-
-
-def _row(cls: type[T], data: dict[str, Any]) -> T:
-    """A row of numbers; the fields that are floats may be stored as strings, see `common.harness.records`."""
-    floats = {field.name for field in dataclasses.fields(cls) if "float" in str(field.type)}  # type: ignore[arg-type]
-    return cls(**{name: _number(value) if name in floats else value for name, value in data.items()})
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _file(folder: Path) -> Path:

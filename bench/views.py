@@ -132,3 +132,35 @@ def format_size(size: int | None) -> str | None:
             break
         value, unit = value / 1000, larger
     return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def view_walk(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per place of a step."""
+    return as_text(
+        {
+            "place": table["place"],
+            "elements": table["elements"],
+            "differing": table["differing"],
+            "max ulp": [value if value is None or value < 10**6 else f"{value:.1e}" for value in table["max_ulp"]],
+            "reference's error": [format_number(value, "{:.2e}") for value in table["reference_error"]],
+            "error": [format_number(value, "{:.2e}") for value in table["candidate_error"]],
+            "limit": [format_number(value, "{:.2e}") for value in table["limit"]],
+            "note": table["note"],
+        }
+    )
+
+
+def view_stages(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per stage of a compiled engine."""
+    return as_text(
+        {
+            "stage": table["stage"],
+            "asked": table["asked"],
+            "reached": table["reached"],
+            "margin": [format_number(value, "{:.3g}x") for value in table["margin"]],
+            "verdict": [PASS if passed else FAIL for passed in table["passed"]],
+            "gradients that differ": table["params_differ"],
+            "peak": [format_size(value) for value in table["peak_bytes"]],
+            "collectives": table["collectives"],
+        }
+    )

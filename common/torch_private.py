@@ -7,9 +7,9 @@ no shapes inside tensor lists and no addresses, the exported trace no dtypes ins
 `start_time_ns`, `end_time_ns`, `children`, and `extra_fields` with `inputs` (of operators) or `ptr`, `alloc_size`,
 `device` (of allocations).
 
-    torch.utils._pytree.tree_map
+    torch.utils._pytree.tree_map, tree_leaves
 
-Maps over nested tuples, lists and dicts; Dynamo traces it, which it does not do with a recursion of ours.
+Go over nested tuples, lists and dicts; Dynamo traces them, which it does not do with a recursion of ours.
 
     torch.utils._python_dispatch.TorchDispatchMode, torch._ops.OpOverload()._schema
 
@@ -69,6 +69,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Work, distributed_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 RecordFunctionFast = _RecordFunctionFast

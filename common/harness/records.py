@@ -19,7 +19,7 @@ import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from common.errors import ConfigError
 from common.job import FAKE_LINK
 
 SCHEMA_VERSION = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -224,3 +226,14 @@ def load_record(run: Path, engine: str) -> Run:
         engine_file(run, engine, ".grads.pt"), map_location="cpu", weights_only=True
     )
     return record, gradients
+
+
+def row_of(cls: type[T], data: dict[str, Any]) -> T:
+    """A row of numbers; the fields that are floats may be stored as strings."""
+    floats = {field.name for field in dataclasses.fields(cls) if "float" in str(field.type)}  # type: ignore[arg-type]
+    return cls(**{name: number_of(value) if name in floats else value for name, value in data.items()})
+
+
+def number_of(value: Any) -> float | None:
+    """A number that may be stored as a string."""
+    return None if value is None else float(value)

@@ -31,6 +31,17 @@ from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER,
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
 from common.harness.instruments.memory import live_bytes, live_tensors, measure_memory
 from common.harness.instruments.trace import Trace, record_trace
+from common.harness.instruments.walk import (
+    Phase,
+    Place,
+    Walk,
+    What,
+    in_order,
+    record_buffers,
+    record_forward_and_backward,
+    record_gradients,
+    record_parameters,
+)
 from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
@@ -232,13 +243,31 @@ class Training:
         with record_trace(self.rank, self.ranks, meter) as self.result.trace:
             self.plain_step(0)
 
+    def walked_step(self, step: int) -> Walk:
+        """One step of which everything is recorded that its modules make; whole parameters on rank 0 only."""
+        walk: Walk = {}
+        keep = self.rank == 0
+        record_parameters(self.model, walk, Phase.WEIGHTS, keep=keep)
+        record_buffers(self.model, walk)
+        walk[Place(Phase.INPUT, What.TOKENS, "")] = torch.cat(self._batch(step), dim=1).cpu()
+        with record_forward_and_backward(self.model, walk):
+            loss = self._loss_and_backward(step)
+        walk[Place(Phase.LOSS, What.LOSS, "")] = loss.cpu()
+        record_gradients(self.model, walk, keep=keep)
+        self.result.losses.append(loss.item())
+        self.result.gradients.append(collect_gradients(self.model, rank=self.rank, ranks=self.ranks))
+        self._update()
+        record_parameters(self.model, walk, Phase.UPDATE, keep=keep)
+        return in_order(walk)
+
     def plain_step(self, step: int) -> None:
         """One step of which nothing is recorded."""
         self._loss_and_backward(step)
         self._update()
 
-    def _loss_and_backward(self, step: int) -> torch.Tensor:
-        inputs, targets = batch(
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's inputs and targets, on the CPU."""
+        return batch(
             self.tokens,
             seed=self.job.seed,
             step=step,
@@ -247,7 +276,9 @@ class Training:
             rank=self.rank,
             ranks=self.ranks,
         )
-        inputs, targets = self.device.send(inputs), self.device.send(targets)
+
+    def _loss_and_backward(self, step: int) -> torch.Tensor:
+        inputs, targets = map(self.device.send, self._batch(step))
         with phase(FORWARD):
             loss = mean_loss(self.module(inputs), targets)
         with phase(BACKWARD):

@@ -1,0 +1,109 @@
+"""What `explain` and `compare --bisect-passes` found, as a document, or as more of a comparison's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from bench.documents import Document, Section, comparison_document
+from bench.explain import Explanation
+from bench.stages import Bisection, StageRow
+from bench.store import Comparison
+from bench.tables import frame
+from bench.views import view_stages, view_walk
+from common.harness.divergence import PlaceRow
+
+BEFORE, AFTER = 4, 8
+"""How many places round the first divergence people are shown."""
+
+
+def full_document(comparison: Comparison) -> Document:
+    """The document of a comparison, and below its own what was found out about it."""
+    document = comparison_document(comparison)
+    for bisection in comparison.bisections:
+        document = replace(
+            document,
+            lines=(*document.lines, *bisection.lines),
+            sections=(*document.sections, _stage_section(bisection)),
+        )
+    explanation = comparison.explanation
+    if explanation is None:
+        return document
+    return replace(
+        document,
+        lines=(*document.lines, _title(explanation), *_lines(explanation)),
+        sections=(*document.sections, *_sections(explanation)),
+    )
+
+
+def explanation_document(explanation: Explanation) -> Document:
+    """What was found, as a title, a few lines, and the tables behind them."""
+    return Document(
+        title=_title(explanation),
+        holds=explanation.passed,
+        lines=tuple(_lines(explanation)),
+        sections=tuple(_sections(explanation)),
+        machine={"explanation": _without_tables(explanation)},
+    )
+
+
+def _without_tables(explanation: Explanation) -> dict[str, Any]:
+    """The rest is tables, which machine formats hold as such."""
+    data = asdict(explanation)
+    for table in ("rows", "bisection"):
+        del data[table]
+    return data
+
+
+def _sections(explanation: Explanation) -> list[Section]:
+    """The walk, and the stages if there are any."""
+    walk = frame(({"place": row.place, **asdict(row)} for row in explanation.rows), _columns())
+    at = next(
+        (i for i, row in enumerate(explanation.rows) if explanation.finding and row == explanation.finding.row), 0
+    )
+    shown = slice(max(0, at - BEFORE), at + AFTER)
+    title = f"Step {explanation.step}, {explanation.candidate} against {explanation.reference}, place by place"
+    note = f"{len(walk.iloc[shown])} of {len(walk)} places; csv and json hold all; errors are relative to float64"
+    sections = [Section("walk", title, walk, view_walk(walk.iloc[shown]), (note, *explanation.notes))]
+    if explanation.bisection is not None:
+        sections.append(_stage_section(explanation.bisection))
+    return sections
+
+
+def _stage_section(bisection: Bisection) -> Section:
+    """A compiled engine, stage by stage."""
+    rows = ({"engine": bisection.engine, **asdict(row)} for row in bisection.rows)
+    table = frame(rows, ("engine", *(field.name for field in fields(StageRow))))
+    title = f"{bisection.engine} against {bisection.reference}, stage by stage"
+    return Section("stages", title, table, view_stages(table))
+
+
+def _columns() -> list[str]:
+    return ["place", *(field.name for field in fields(PlaceRow))]
+
+
+def _title(explanation: Explanation) -> str:
+    finding, step = explanation.finding, explanation.step
+    if finding is not None:
+        kind = "FIRST DIVERGENCE" if finding.is_astray else "NO DIVERGENCE BUT ROUNDING, which is first seen at"
+        return f"{kind}: step {step}, {finding.row.place}"
+    if explanation.bisection is not None and explanation.bisection.guilty is not None:
+        return f"FIRST DIVERGENCE: step {step}, brought in by the stage {explanation.bisection.guilty}"
+    return f"NOTHING FOUND: step {step}, replayed, has equal bits at every place"
+
+
+def _lines(explanation: Explanation) -> list[str]:
+    theirs, ours, finding = explanation.reference, explanation.candidate, explanation.finding
+    lines = []
+    if finding is not None:
+        lines.append(f"differ: {finding.where}")
+        if finding.index or finding.row.elements == 1:
+            ulp = "" if finding.row.max_ulp is None else f"; {finding.row.max_ulp} ulp at most"
+            lines.append(
+                f"furthest at {list(finding.index)}: {theirs} {finding.reference_value!r}, {ours} "
+                f"{finding.candidate_value!r}{ulp}"
+            )
+        lines += [f"likely: {cause}" for cause in finding.causes]
+    if explanation.bisection is not None:
+        lines += explanation.bisection.lines
+    return lines
