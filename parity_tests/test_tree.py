@@ -32,7 +32,16 @@ MAY_IMPORT = {
 """Which rooms of our own each room may import; the engines are found by name, at run time."""
 TESTS_OF_BENCH = {
     f"parity_tests/{name}.py"
-    for name in ("cli_calls", "test_bench", "test_cli", "test_fake_link", "test_render", "test_scripts", "test_trace")
+    for name in (
+        "cli_calls",
+        "test_bench",
+        "test_cli",
+        "test_explain",
+        "test_fake_link",
+        "test_render",
+        "test_scripts",
+        "test_trace",
+    )
 }
 TORCH_FSDP = "torch.distributed.fsdp"
 INDUCTOR_PASSES = re.compile(
