@@ -3,9 +3,8 @@
 `compare`, in phases:
 
 1. check all that can be checked before a rank starts (`preflight`);
-2. run the engines in turn on the same ranks: the reference, the candidates, then the float64 referee if a grade needs
-   it; each record is written when its run ends, so that a later failure does not take it along;
-3. judge (`judge`), write the report (`store`);
+2. run the engines and judge them (`comparison`);
+3. write the report (`store`);
 4. on request, run the compiled engine stage by stage (`stages`), and replay the first pair that fails (`explain`);
 5. print (`documents`, `render`).
 
@@ -18,19 +17,23 @@ Under torchrun every rank goes through all of it and comes to the same exit code
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from bench.baseline import Held, check_same_job
+from bench.baseline_files import check_savable, load_baseline, save_baseline
 from bench.benchmark import TurnsByRank, bench_rows
 from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark, save_turns
 from bench.benchmark_tables import benchmark_document
+from bench.comparison import run_comparison, run_engines, save_run
 from bench.explain import Explanation
 from bench.explain import explain as explain_pair
 from bench.explanation_tables import explanation_document, full_document
-from bench.judge import REFEREE, judge, judged_pairs, needs_referee
+from bench.judge import REFEREE, judge, needs_referee
 from bench.lanes import lanes_document
 from bench.listing import list_document
 from bench.options import (
@@ -48,15 +51,14 @@ from bench.progress import watch
 from bench.render import emit
 from bench.stages import Bisection, bisect, stage_jobs
 from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
-from bench.trace_files import SUFFIX, load_steps, save_trace
+from bench.trace_files import SUFFIX, load_steps
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import Grade, ParityReport, referee_job
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
-from common.harness.records import Environment, Run, save_record
+from common.harness.records import Environment, Run
 from common.harness.stopwatch import Timing
-from common.harness.train import RankResult, assemble, run_ranks
-from common.job import JobConfig
+from common.harness.train import assemble
 
 HOLDS, FAILS = 0, 1
 
@@ -88,21 +90,14 @@ def compare(options: CompareOptions) -> int:
             f"bisect_passes: expected an engine that is compiled, found {', '.join(options.engines)} with the backend "
             f"{job.backend}; add compiled to --engines, with --backend aot_eager or inductor"
         )
-    pairs = judged_pairs(job, options.reference, options.engines)
-    jobs = {name: job for name in (options.reference, *options.engines)}
-    if needs_referee(job, pairs):
-        jobs[REFEREE] = referee_job(job)
+    held = _baseline_of(options)
+    if options.save_baseline is not None:
+        check_savable(options.save_baseline)
     created = datetime.now().astimezone()
     with open_ranks(job.ranks) as ranks:
         folder = make_run_folder(options.out, job, created) if ranks.is_main else None
-        runs = _run_all(ranks, jobs, folder, options.timeout_s, traced=options.engines if options.profile else ())
-        comparison = Comparison(
-            created=created.isoformat(timespec="seconds"),
-            job=job,
-            reference=options.reference,
-            records={name: record for name, (record, _) in runs.items()},
-            reports=tuple(judge(pairs, runs)),
-        )
+        comparison, runs = run_comparison(ranks, options, folder, created)
+        comparison = replace(comparison, held=held)
         if folder is not None:
             save_comparison(folder, comparison)  # whatever comes of what follows
         if options.bisect_passes:
@@ -115,6 +110,8 @@ def compare(options: CompareOptions) -> int:
         save_comparison(folder, comparison)
         emit(full_document(comparison), options.format)
         _tell_where(folder, options)
+        if options.save_baseline is not None:
+            _save_baseline(options.save_baseline, comparison)
     return HOLDS if comparison.holds else FAILS
 
 
@@ -132,6 +129,26 @@ def explain(options: ExplainOptions) -> int:
             save_comparison(folder, replace(comparison, explanation=explanation))
             emit(explanation_document(explanation), options.format)
     return HOLDS if explanation.passed else FAILS
+
+
+def _baseline_of(options: CompareOptions) -> Held | None:
+    """The baseline to hold a comparison against, if one is asked for; it has to be of the same comparison."""
+    if options.baseline is None:
+        return None
+    baseline = load_baseline(options.baseline)
+    check_same_job(str(options.baseline), baseline, options.job, options.reference, options.engines)
+    # how torchrun was started only its user knows
+    program = "torchrun ... -m bench" if launched_by_torchrun() else "fsdp-parity"
+    return Held(str(options.baseline), f"{program} {shlex.join(options.refresh)}", baseline)
+
+
+def _save_baseline(path: Path, comparison: Comparison) -> None:
+    """Write a baseline, but none of engines that disagree."""
+    if comparison.disagreements:
+        print(f"baseline: {path} is not written, since parity does not hold", file=sys.stderr)
+    else:
+        save_baseline(path, comparison.to_baseline())
+        print(f"baseline: {path}", file=sys.stderr)
 
 
 def bench(options: BenchOptions) -> int:
@@ -167,7 +184,7 @@ def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Pat
     if pairs:
         jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
         with ranks:
-            runs = _run_all(ranks, jobs, folder, options.timeout_s)
+            runs = run_engines(ranks, jobs, folder, options.timeout_s, show=ranks.is_main)
     timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s, profile=options.profile)
     with watch(options.engines, job.steps, turns=options.turns, show=ranks.is_main) as watcher:
         timed = take_turns(
@@ -179,7 +196,7 @@ def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Pat
         runs[engine] = assemble(engine, job, results)
         turns[engine] = list(zip(*(each.turns for each in by_rank), strict=True))
         if folder is not None:
-            _save(folder, engine, runs[engine], results)
+            save_run(folder, engine, runs[engine], results)
     if folder is not None:
         save_turns(folder, turns)
     records = {engine: runs[engine][0] for engine in turns}
@@ -247,37 +264,6 @@ def _bisect(ranks: Ranks, comparison: Comparison, runs: Mapping[str, Run], timeo
         )
         if found is not None:
             yield found
-
-
-def _run_all(
-    ranks: Ranks,
-    jobs: Mapping[str, JobConfig],
-    folder: Path | None,
-    timeout_s: float,
-    *,
-    traced: Container[str] = (),
-) -> dict[str, Run]:
-    """Run each job in turn; write what it leaves to `folder`, if this process is the one to write."""
-    runs: dict[str, Run] = {}
-    steps = next(iter(jobs.values())).steps
-    with watch(list(jobs), steps, show=ranks.is_main) as watcher:
-        for name, job in jobs.items():
-            engine = "single" if name == REFEREE else name
-            results = run_ranks(
-                ranks, engine, job, profile=name in traced, on_progress=watcher.begin(name), timeout_s=timeout_s
-            )
-            runs[name] = assemble(engine, job, results)
-            if folder is not None:
-                _save(folder, name, runs[name], results)
-    return runs
-
-
-def _save(folder: Path, name: str, run: Run, results: Iterable[RankResult | None]) -> None:
-    """Write one engine's record, and its traces if there are any."""
-    save_record(folder, *run, name=name)
-    for result in results:
-        if result is not None and result.trace is not None:
-            save_trace(folder, name, result.trace)
 
 
 def _tell_where(folder: Path, options: CompareOptions | BenchOptions) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from bench import tables, views
+from bench.baseline import Status, environment_note
 from bench.judge import is_main
 from bench.store import Comparison
 from common.harness.records import json_ready
@@ -62,13 +63,13 @@ class Document:
 
 
 def comparison_document(comparison: Comparison) -> Document:
-    """The verdict, then loss, gradients, memory and collectives."""
+    """The verdict, then loss, gradients, memory and collectives, and what differs from the baseline."""
     records = {name: record.to_dict() for name, record in comparison.records.items()}
     return Document(
-        title=_headline(comparison),
+        title=headline(comparison),
         holds=comparison.holds,
-        lines=(*comparison.failures, _describe(comparison)),
-        sections=_sections(comparison),
+        lines=(*comparison.failures, _describe(comparison), *_baseline_lines(comparison)),
+        sections=(*_sections(comparison), *_baseline_sections(comparison)),
         machine=comparison.to_dict() | {"records": records},
     )
 
@@ -115,13 +116,42 @@ def _sections(comparison: Comparison) -> tuple[Section, ...]:
     )
 
 
-def _headline(comparison: Comparison) -> str:
+def _baseline_sections(comparison: Comparison) -> tuple[Section, ...]:
+    """What differs from the baseline; for people only if something does."""
+    held = comparison.held
+    if held is None:
+        return ()
+    table = tables.baseline_table(comparison.changes)
+    view = views.view_baseline(table)
+    notes = [environment_note(held.baseline, comparison.records)]
+    if Status.UNSURE in set(table["status"]):
+        notes.append("unsure: a peak that may read low on this link, or a grade that other kernels may have changed")
+    shown = tuple(note for note in notes if note)
+    return (Section("baseline", f"Against {held.file}", table, view if len(view) else None, shown),)
+
+
+def _baseline_lines(comparison: Comparison) -> tuple[str, ...]:
+    """How it stands to its baseline, and how that is taken anew."""
+    held = comparison.held
+    if held is None:
+        return ()
+    found = [change.status for change in comparison.changes]
+    counts = ", ".join(f"{found.count(status)} {status.lower()}" for status in Status if status in found)
+    line = f"baseline {held.file} (commit {held.baseline.environment.commit}): {counts}"
+    is_changed = Status.WORSE in found or Status.BETTER in found
+    return (line, f"to take it anew: {held.refresh}") if is_changed else (line,)
+
+
+def headline(comparison: Comparison) -> str:
+    """The verdict in one line."""
     passed = sum(report.passed for report in comparison.reports)
     total = len(comparison.reports)
     main = next((report for report in comparison.reports if is_main(report)), None)
     subject = "" if main is None else f": compiled agrees with eager (asked {main.asked}, reached {main.reached})"
-    if comparison.holds:
-        return f"PARITY HOLDS{subject}; {passed} of {total} comparisons pass"
+    if not comparison.disagreements:
+        worse = len(comparison.regressions)
+        warning = f"WORSE THAN THE BASELINE in {worse} figure{'s' if worse > 1 else ''}. " if worse else ""
+        return f"{warning}PARITY HOLDS{subject}; {passed} of {total} comparisons pass"
     astray = "" if passed < total else ", but collectives are not those of the plan"
     return f"PARITY DOES NOT HOLD: {passed} of {total} comparisons pass{astray}"
 

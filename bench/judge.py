@@ -30,20 +30,26 @@ Pair = tuple[str, str]
 def judged_pairs(job: JobConfig, reference: str, engines: Sequence[str]) -> list[Pair]:
     """The pairs to judge, the main one first."""
     pairs = [(reference, engine) for engine in engines]
-    for pair in combinations(sorted(engines, key=_trust), 2):
+    for pair in combinations(sorted(engines, key=lambda engine: (_trust(engine), engine)), 2):
         if _is_main(pair) or expected_grade(job, *pair) is Grade.BITWISE:
             pairs.append(pair)
     return sorted(pairs, key=lambda pair: not _is_main(pair))
 
 
-def needs_referee(job: JobConfig, pairs: Sequence[Pair]) -> bool:
-    """Whether one of the pairs is judged by its distance to float64."""
-    return any(expected_grade(job, *pair) is not Grade.BITWISE for pair in pairs)
+def needs_referee(job: JobConfig, pairs: Sequence[Pair], grade: Grade | None = None) -> bool:
+    """Whether one of the pairs is judged by its distance to float64; `grade` as for `judge`."""
+    return any((grade or expected_grade(job, *pair)) is not Grade.BITWISE for pair in pairs)
 
 
-def judge(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[ParityReport]:
-    """A report for each pair; `runs` are by engine name, the referee's under `REFEREE` if there is one."""
-    return [compare_runs(runs[reference], runs[engine], runs.get(REFEREE)) for reference, engine in pairs]
+def judge(pairs: Sequence[Pair], runs: Mapping[str, Run], grade: Grade | None = None) -> list[ParityReport]:
+    """A report for each pair.
+
+    Args:
+        runs: by engine name, the referee's under `REFEREE` if there is one.
+        grade: what to ask of each; None is the strictest that the pair can keep.
+    """
+    referee = runs.get(REFEREE)
+    return [compare_runs(runs[reference], runs[engine], referee, grade=grade) for reference, engine in pairs]
 
 
 def is_main(report: ParityReport) -> bool:

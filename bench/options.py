@@ -29,6 +29,9 @@ class CompareOptions:
         profile: trace one step of each candidate.
         explain: replay the first pair that does not pass, see `bench.explain`.
         bisect_passes: judge the compiled engine stage by stage, see `bench.stages`.
+        baseline: what to hold it against, if there is one.
+        save_baseline: where to write one, if anywhere.
+        refresh: the words that would write `baseline` anew.
     """
 
     job: JobConfig
@@ -40,6 +43,9 @@ class CompareOptions:
     profile: bool
     explain: bool
     bisect_passes: bool
+    baseline: Path | None
+    save_baseline: Path | None
+    refresh: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,9 @@ def parse(words: Sequence[str]) -> Options:
         profile=found.profile,
         explain=found.explain,
         bisect_passes=found.bisect_passes,
+        baseline=found.baseline,
+        save_baseline=found.save_baseline,
+        refresh=_refreshing(words, found.baseline),
     )
 
 
@@ -180,6 +189,17 @@ def _pair(names: tuple[str, ...] | None) -> tuple[str, str] | None:
     if len(names) != 2 or names[0] == names[1]:
         raise ConfigError(f"pair: expected a reference and a candidate, as in single,eager, found {','.join(names)}")
     return names[0], names[1]
+
+
+def _refreshing(words: Sequence[str], baseline: Path | None) -> tuple[str, ...]:
+    """The words of a comparison with its baseline, changed so that they write it."""
+    names = ("--baseline", "--save-baseline")
+    kept = [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if word.partition("=")[0] not in names and before not in names
+    ]
+    return (*kept, "--save-baseline", str(baseline))
 
 
 def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:

@@ -35,7 +35,10 @@ DEFAULT_LINK = "pcie"
 LANES_WIDTH = 100
 BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
 SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend", "block_backend", "disabled_passes")
-EXIT_CODES = "exit codes: 0 parity holds; 1 it does not; 2 wrong usage or configuration; 3 a rank crashed or hung"
+EXIT_CODES = (
+    "exit codes: 0 parity holds; 1 it does not, or a figure is worse than the baseline's; "
+    "2 wrong usage or configuration; 3 a rank crashed or hung"
+)
 JOINS = ". Under torchrun it joins the ranks that are there."
 
 
@@ -80,6 +83,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_judgement(add, DEFAULT_ENGINES)
     add("--explain", action="store_true", help="if parity does not hold, replay and name the first divergence")
     add("--bisect-passes", action="store_true", help="judge the engine compiled stage by stage, pass after pass, too")
+    add("--baseline", type=Path, metavar="FILE", help="fail if anything is worse than in this file")
+    add("--save-baseline", type=Path, metavar="FILE", help="write that file, if parity holds")
     _add_format(parser)
 
 

@@ -101,17 +101,21 @@ def check_compiler(option: str) -> None:
         )
 
 
-def check_writable(out: Path) -> None:
-    """See that folders can be made in `out`, which need not exist yet.
+def check_writable(folder: Path, option: str = "out") -> None:
+    """See that files and folders can be made in `folder`, which need not exist yet; the user named it by `option`.
 
     Raises:
         ConfigError: it, or the nearest folder above it that exists, is none or takes no files.
     """
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"out {out}: expected a folder, found that {nearest} is a file; give another --out")
+        raise ConfigError(
+            f"{option} {folder}: expected a folder, found that {nearest} is a file; give another --{option}"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"out {out}: cannot write in {nearest}; give another --out, or change its permissions")
+        raise ConfigError(
+            f"{option} {folder}: cannot write in {nearest}; give another --{option}, or change its permissions"
+        )
 
 
 def _check_ranks(job: JobConfig) -> None:

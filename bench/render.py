@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.baseline import Status
 from bench.documents import Document, Section
 from bench.views import FAIL, MISMATCH, NONE, PASS
 
@@ -31,7 +32,7 @@ WIDE = 200
 """Columns where there is no terminal: nothing wraps there, and files have no edge."""
 
 _GOOD, _BAD = "bold green", "bold red"
-_STYLES = {PASS: "green", "ok": "green", FAIL: _BAD, MISMATCH: _BAD}
+_STYLES = {PASS: "green", "ok": "green", FAIL: _BAD, MISMATCH: _BAD, Status.WORSE: _BAD, Status.BETTER: "green"}
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
 h1 { font-size: 1.4em; } h1.holds { color: #17692f; } h1.fails { color: #b00020; }

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bench.baseline import Baseline, Change, Held, changes, regressions
 from bench.explain import Explanation
 from bench.judge import failures
 from bench.stages import Bisection
@@ -45,6 +46,7 @@ class Comparison:
         reports: one per judged pair.
         bisections: of the engines that were judged stage by stage too.
         explanation: of the pair that was replayed, if one was.
+        held: the baseline that it is held against, if there is one.
     """
 
     created: str
@@ -54,16 +56,36 @@ class Comparison:
     reports: tuple[ParityReport, ...]
     bisections: tuple[Bisection, ...] = ()
     explanation: Explanation | None = None
+    held: Held | None = None
+
+    @property
+    def disagreements(self) -> list[str]:
+        """Why parity does not hold, a line each; none if it does."""
+        return failures(self.reports, self.records)
+
+    @property
+    def regressions(self) -> list[str]:
+        """What is worse than in the baseline, a line each."""
+        return regressions(self.held.baseline, self.records, self.reports) if self.held else []
+
+    @property
+    def changes(self) -> list[Change]:
+        """Every figure of the baseline beside this comparison's."""
+        return changes(self.held.baseline, self.records, self.reports) if self.held else []
 
     @property
     def failures(self) -> list[str]:
-        """Why parity does not hold, a line each; none if it does."""
-        return failures(self.reports, self.records)
+        """What is wrong, a line each: where engines disagree, then what is worse than in the baseline."""
+        return self.disagreements + self.regressions
 
     @property
     def holds(self) -> bool:
         """The verdict."""
         return not self.failures
+
+    def to_baseline(self) -> Baseline:
+        """What later comparisons can be held against."""
+        return Baseline.of(self.job, self.reference, self.records, self.reports)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the records, as JSON-ready data."""
@@ -79,6 +101,7 @@ class Comparison:
                 "comparisons": [report.to_dict() for report in self.reports],
                 "bisections": [dataclasses.asdict(each) for each in self.bisections],
                 "explanation": self.explanation and dataclasses.asdict(self.explanation),
+                "held": self.held and self.held.to_dict(),
             }
         )
         return data
@@ -157,21 +180,25 @@ def load_comparison(folder: Path) -> Comparison:
             reports=tuple(_report(each) for each in data["comparisons"]),
             bisections=tuple(Bisection.from_dict(each) for each in data.get("bisections", ())),
             explanation=Explanation.from_dict(found) if (found := data.get("explanation")) else None,
+            held=Held.from_dict(data["held"]) if data.get("held") else None,
         )
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path, what: str = "run", way_out: str = "run it again") -> Iterator[None]:
     """Turn whatever a file of the wrong shape leads to into one line that names the file."""
     try:
         yield
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"run {path}: not as it was written ({what}); run it again") from error
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} {path}: not as it was written ({found}); {way_out}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, what: str = "run", way_out: str = "run it again") -> dict[str, Any]:
     """The JSON object in a file.
+
+    Args:
+        what, way_out: the beginning and the end of the message if there is none.
 
     Raises:
         ConfigError: the file cannot be read, or holds something else.
@@ -179,11 +206,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"run {path}: cannot be read: {error.strerror}; run it again") from None
+        raise ConfigError(f"{what} {path}: cannot be read: {error.strerror}; {way_out}") from None
     except ValueError as error:
-        raise ConfigError(f"run {path}: expected JSON, found: {error}; run it again") from None
+        raise ConfigError(f"{what} {path}: expected JSON, found: {error}; {way_out}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"run {path}: expected a JSON object, found a {type(data).__name__}; run it again")
+        raise ConfigError(f"{what} {path}: expected a JSON object, found a {type(data).__name__}; {way_out}")
     return data
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.baseline import Change
 from bench.judge import REFEREE, CollectiveRow, collective_rows
 from common.harness.records import RunRecord
 from common.harness.report import ParamRow, ParityReport
@@ -107,6 +108,24 @@ def collective_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
     return frame(
         (asdict(row) for engine, record in records.items() for row in collective_rows(engine, record)),
         [field.name for field in fields(CollectiveRow)],
+    )
+
+
+def baseline_table(changes: Iterable[Change]) -> pd.DataFrame:
+    """One row per figure of the baseline."""
+    return frame(
+        (
+            {
+                "engine": change.engine,
+                "what": change.what,
+                "unit": change.unit,
+                "baseline": change.before,
+                "now": change.now,
+                "status": str(change.status),
+            }
+            for change in changes
+        ),
+        ("engine", "what", "unit", "baseline", "now", "status"),
     )
 
 

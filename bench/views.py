@@ -11,6 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from bench.baseline import Status
+
 MAX_STEPS = 12
 """A longer run shows this many of its steps, the first and the last among them."""
 NONE = "-"
@@ -96,6 +98,21 @@ def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
             "predicted": table["predicted_count"],
             "predicted size": [format_size(value) for value in table["predicted_bytes"]],
             "ok?": [marks[value] for value in table["ok"]],
+        }
+    )
+
+
+def view_baseline(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per figure that is not the baseline's, sizes to the byte."""
+    changed = table[table["status"] != Status.SAME]
+    return as_text(
+        {
+            "engine": changed["engine"],
+            "what": changed["what"],
+            "unit": [value or None for value in changed["unit"]],
+            "baseline": [_plain(value) for value in changed["baseline"]],
+            "now": [_plain(value) for value in changed["now"]],
+            "verdict": changed["status"],
         }
     )
 

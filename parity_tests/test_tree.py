@@ -34,6 +34,7 @@ TESTS_OF_BENCH = {
     f"parity_tests/{name}.py"
     for name in (
         "cli_calls",
+        "test_baseline",
         "test_bench",
         "test_cli",
         "test_explain",

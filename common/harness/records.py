@@ -66,7 +66,12 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a run took place; times of two environments are never compared."""
+    """Where a run took place; times of two environments are never compared.
+
+    Attributes:
+        machine: the processor's family, and the vector instructions that torch's kernels use on it.
+        commit: of this project.
+    """
 
     torch: str
     python: str
@@ -88,7 +93,7 @@ class Environment:
             torch=torch.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            machine=platform.machine(),
+            machine=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             commit=git.stdout.strip() or "unknown",
         )
 
