@@ -102,6 +102,12 @@ def failures(reports: Sequence[ParityReport], records: Mapping[str, RunRecord]) 
             why = "; ".join((*report.reasons[:1], *report.causes[:1])) or "no reason given"
             pair = f"{report.candidate} against {report.reference}"
             found.append(f"{pair}: asked {report.asked}, reached {reached}: {why}")
+    return found + off_plan(records)
+
+
+def off_plan(records: Mapping[str, RunRecord]) -> list[str]:
+    """Collectives that are not those of the plan, a line each."""
+    found = []
     for engine, record in records.items():
         for row in collective_rows(engine, record):
             if row.ok is False:

@@ -215,6 +215,7 @@ def test_baseline_file_is_sorted_and_comes_back(frozen: Comparison, tmp_path: Pa
     assert set(data["engines"]) == {"single", "eager", "compiled", "ddp"}
     assert "embed.weight" not in text and "losses" not in text
     assert load_baseline(path) == frozen.to_baseline()
+    assert memory("ddp", start_bytes=-1, peak_bytes=-1)(frozen).to_baseline() == frozen.to_baseline()  # of any rank
     ddp = data["engines"]["ddp"]
     stored = json.loads((FROZEN / "ddp.json").read_text())
     assert ddp["peak_bytes"] == max(rank["peak_bytes"] for rank in stored["memory"])
