@@ -111,7 +111,7 @@ class FsdpParity:
         created = datetime.now().astimezone()
         folder = make_run_folder(options.out, options.job, created)
         pairs = [(options.reference, engine) for engine in options.engines]
-        comparison = run_comparison(self._pool, options, folder, created, pairs=pairs, grade=grade, show=False)
+        comparison, _ = run_comparison(self._pool, options, folder, created, pairs=pairs, grade=grade, show=False)
         save_comparison(folder, comparison)
         return comparison, folder
 
@@ -161,7 +161,7 @@ def _word(value: object) -> str:
 
 @contextmanager
 def _importable(build: Callable[[], object] | str) -> Iterator[str]:
-    """The name by which ranks import `build`; inside, the folder they find it in is first on the import path.
+    """The name by which ranks import `build`; inside, the folder they find it in is on the import path.
 
     Raises:
         ConfigError: it has no such name.
@@ -179,7 +179,7 @@ def _importable(build: Callable[[], object] | str) -> Iterator[str]:
                 "; define it there with def, or name a model that compare knows"
             )
         root = _root(module)
-        if root is not None:
+        if root is not None and root not in sys.path:
             sys.path.insert(0, root)
         yield f"{module.__name__}:{name}"
     finally:
@@ -189,7 +189,7 @@ def _importable(build: Callable[[], object] | str) -> Iterator[str]:
 def _root(module: ModuleType) -> str | None:
     """The folder from which `module` can be imported under its name; None if its file says nothing of it."""
     parts = module.__name__.split(".")
-    path = Path(module.__file__ or "").with_suffix("") if module.__file__ else Path()
+    path = Path(module.__file__).with_suffix("") if module.__file__ else Path()
     path = path.parent if path.name == "__init__" else path
     return str(path.parents[len(parts) - 1]) if path.parts[-len(parts) :] == tuple(parts) else None
 
@@ -207,4 +207,4 @@ def _told(comparison: Comparison, folder: Path) -> str:
         lines += [f"  {reason}" for reason in report.reasons]
         lines += [f"  likely: {cause}" for cause in report.causes]
     lines += off_plan(comparison.records)
-    return "\n".join([*lines, f"all tables: fsdp-parity show {folder}"])
+    return "\n".join([*lines, f"more: fsdp-parity show {folder}", f"      fsdp-parity explain {folder}"])
