@@ -60,7 +60,7 @@ class BenchRow:
         failures: why its figures do not count: the engine disagrees with the reference, or its collectives are not
             those of the plan. With one, the figures below are None.
         step_s: one step, the slowest rank's.
-        tokens_per_s: of the whole batch; None where one rank stands for all.
+        tokens_per_s: of the whole batch; None where one rank stands for all, and for a task with batches of its own.
         compute_s: one step on the free link; None on a transport that is not emulated, since no free one moves data
             as it does. Where nothing moves at all it is the step.
         busy_s: how long the link was occupied in one step.
@@ -158,7 +158,7 @@ def _row(
         engine,
         backend,
         step_s=step,
-        tokens_per_s=job.batch * job.seq / step.median if job.is_judged else None,
+        tokens_per_s=job.batch * job.seq / step.median if job.is_judged and job.seq else None,
         compute_s=statistics.median(compute) if compute else None,
         peak_bytes=max(peak.peak_bytes for peak in record.memory),
         collectives=sum(count.count for count in record.collectives),

@@ -3,6 +3,8 @@
 The forward runs once on the meta device, which has shapes and no numbers: it costs no memory, and time only by the
 number of operators.
 
+The loss is looked at with it.
+
 Left out: a forward that cannot run there, since it looks at numbers; numbers that do not come from torch. An operator
 that gets a generator of its own draws the same on every engine and is let through.
 """
@@ -14,23 +16,27 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch.func import functional_call
 
+from common.harness.workload import Workload
+from common.task import map_tensors
 from common.torch_private import TorchDispatchMode, named_arguments
 
 
-def find_draw(model: nn.Module, seq: int) -> str | None:
-    """The first operator with which the forward of `model` draws from torch's global generator, and where; or None."""
-    on_meta = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    tokens = torch.empty(1, seq, dtype=torch.int64, device="meta")
+def find_draw(workload: Workload) -> str | None:
+    """The first operator with which forward or loss draws from torch's global generator, and where; or None."""
+    model = workload.model
+    on_meta = {name: _to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    inputs, targets = map_tensors(workload.share(step=0, ranks=workload.job.batch), lambda tensor, _: _to_meta(tensor))
     draws = _Draws()  # type: ignore[no-untyped-call]
     # what it raises is not ours to tell: it needs numbers, or is wrong, and then fails again on the ranks
     with draws, torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
-        torch.func.functional_call(model, on_meta, (tokens,))
+        workload.loss_of(lambda *args, **kwargs: functional_call(model, on_meta, args, kwargs), inputs, targets)
     return draws.first
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 class _Draws(TorchDispatchMode):

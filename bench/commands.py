@@ -83,8 +83,8 @@ def run(words: Sequence[str]) -> int:
 
 def compare(options: CompareOptions) -> int:
     """Train the job on every engine and judge whether they agree."""
-    job = options.job
-    check(job, options.reference, options.engines, options.out)
+    job = check(options.job, options.reference, options.engines, options.out)
+    options = replace(options, job=job)
     if options.bisect_passes and not any(stage_jobs(engine, job) for engine in options.engines):
         raise ConfigError(
             f"bisect_passes: expected an engine that is compiled, found {', '.join(options.engines)} with the backend "
@@ -153,11 +153,13 @@ def _save_baseline(path: Path, comparison: Comparison) -> None:
 
 def bench(options: BenchOptions) -> int:
     """Time engines in turns, cell by cell; each has to agree with the reference before its figures count."""
-    for cell in options.cells:
-        check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines))
+    cells = [
+        replace(cell, job=check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines)))
+        for cell in options.cells
+    ]
     created = datetime.now().astimezone()
-    ranks = open_ranks(max(cell.job.processes for cell in options.cells))
-    folder = make_run_folder(options.out, options.cells[0].job, created) if ranks.is_main else None
+    ranks = open_ranks(max(cell.job.processes for cell in cells))
+    folder = make_run_folder(options.out, cells[0].job, created) if ranks.is_main else None
     benchmark = Benchmark(
         created=created.isoformat(timespec="seconds"),
         reference=options.reference,
@@ -165,7 +167,7 @@ def bench(options: BenchOptions) -> int:
         torch=Environment.here().torch,
         cells=(),
     )
-    for number, cell in enumerate(options.cells, 1):
+    for number, cell in enumerate(cells, 1):
         timed = _time_cell(ranks, options, cell, folder and folder / f"cell-{number}")
         benchmark = replace(benchmark, cells=(*benchmark.cells, timed))
         if folder is not None:

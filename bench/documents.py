@@ -164,9 +164,11 @@ def _describe(comparison: Comparison) -> str:
 
 def describe_job(job: JobConfig) -> str:
     """All that decides what was trained, and how it was sharded, on one line."""
+    tokens = f"{job.batch} x {job.seq} tokens from {job.data or 'the standard library'}"
+    batches = f"{job.batch} samples of its own" if job.seq is None else tokens
     return (
-        f"{job.model}, {job.ranks} ranks on {job.device}, {job.steps} steps of {job.batch} x {job.seq} tokens "
-        f"from {job.data or 'the standard library'}, {job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
+        f"{job.model}, {job.ranks} ranks on {job.device}, {job.steps} steps of {batches}, "
+        f"{job.optimizer} lr {job.lr:g}, seed {job.seed}; plan {job.plan}, "
         f"reshard after forward {job.reshard_after_forward}, compute {job.param_dtype}, reduce {job.reduce_dtype}, "
         f"transport {job.transport}, backend {job.backend}"
         + (f", without {' and '.join(job.disabled_passes)}" if job.disabled_passes else "")

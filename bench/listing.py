@@ -67,7 +67,9 @@ def list_document() -> Document:
             "--backend: of the engine compiled; --block-backend: of each repeated block on the others but single",
         ),
         "passes": ("of the engine compiled; what --disabled-passes takes",),
-        "models": ("or module:function, a function without arguments that returns an nn.Module",),
+        "models": (
+            "or module:function, a function without arguments that returns an nn.Module or a task, see common/task.py",
+        ),
     }
     return Document(
         title="What options take",

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 from common.gradient import Transport
 from common.harness.launch import launched_by_torchrun
-from common.job import BACKENDS, DEVICES, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
+from common.job import BACKENDS, DEFAULT_SEQ, DEVICES, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
 
@@ -144,7 +144,7 @@ def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
     add("--model", default=default.model, metavar="NAME|MODULE:FUNCTION", help="see the list (default: %(default)s)")
     add("--steps", type=int, default=default.steps, metavar="N", help="optimizer steps judged (default: %(default)s)")
     add("--batch", type=int, metavar="N", default=default.batch, help="sequences over all ranks (default: %(default)s)")
-    add("--seq", type=int, default=default.seq, metavar="N", help="tokens per sequence (default: %(default)s)")
+    add("--seq", type=int, metavar="N", help=f"tokens per sequence (default: {DEFAULT_SEQ}); not of a task")
     add("--optimizer", default=default.optimizer, metavar="|".join(OPTIMIZERS), help="default: %(default)s")
     add("--lr", type=_finite, default=default.lr, metavar="X", help="learning rate (default: %(default)s)")
     add("--data", metavar="PATH", help="text file, folder of text, or .bin of uint16 tokens (default: Python's source)")

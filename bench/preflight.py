@@ -20,13 +20,13 @@ from bench.judge import REFEREE
 from bench.parser import torchrun_ranks
 from bench.store import REPORT
 from common.blocks import check_blocks
-from common.data import check_tokens, load_tokens
 from common.device import device_of
 from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
+from common.harness.workload import Workload
 from common.job import JobConfig
-from common.models import build_model, check_seq, model_limits
+from common.models import build_task
 from common.plan import BucketPlan, build_plan
 from common.policy import DTYPES
 from common.shardable import check_shardable
@@ -40,11 +40,14 @@ RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
 
-def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> None:
+def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> JobConfig:
     """Refuse a comparison that cannot run: `job` on `engines` against `reference`, recorded in `out`.
 
     Args:
         alive: how many engines hold ranks of their own at the same time; in torchrun's they share them.
+
+    Returns:
+        The job, in which it is settled whether a sequence length counts.
 
     Raises:
         ConfigError: what is wrong, what was expected, and the way out.
@@ -63,22 +66,21 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
             "leave ddp out of --engines on link fake"
         )
     used = names if job.is_judged else engines  # where nothing is judged the reference does not run
-    model = _build_model(job)
-    limits = model_limits(model)
-    check_seq(job.seq, limits.max_seq_len)
+    workload = _load_workload(job)
+    model = workload.model
     plan = build_plan(model, job.plan)
     _check_disabled_passes(job, used)
     _check_block_backend(model, job, plan, used)
     _check_trainable(model, job, names)
-    _check_chance(model, job)
+    _check_chance(workload)
     _check_memory(model, job, alive)
-    check_tokens(load_tokens(job.data), limits.vocab_size, job.seq, job.batch, path=job.data)
     paths = {SHORT_NAMES.get(name, name) for name in used}
     if job.backend == "inductor" and SHORT_NAMES["compiled"] in paths:
         check_compiler("backend")
     if job.block_backend == "inductor" and not paths.isdisjoint(BLOCKWISE):
         check_compiler("block_backend")
     check_writable(out)
+    return workload.job
 
 
 def check_compiler(option: str) -> None:
@@ -143,23 +145,24 @@ def _load_engine(name: str) -> None:
         raise ConfigError(f"engine {name!r}: importing it raised {_told(error)}") from error
 
 
-def _build_model(job: JobConfig) -> nn.Module:
-    """The job's model, on the meta device if it can be built there.
+def _load_workload(job: JobConfig) -> Workload:
+    """What the job trains, on the meta device if it can be built there.
 
-    A user's function may compute with real numbers while it builds; then it is built as the ranks build it.
+    A user's function may compute with real numbers while it builds, or its batches while they are made; then it is
+    built as the ranks build it.
     """
-    dtype = DTYPES[job.dtype]
-    try:
-        return build_model(job.model, seed=job.seed, dtype=dtype, device="meta")
-    except ParityError:
-        raise
-    except Exception:
+    for device in ("meta", "cpu"):
+        doing = "building it"
         try:
-            return build_model(job.model, seed=job.seed, dtype=dtype)
+            built = build_task(job.model, seed=job.seed, dtype=DTYPES[job.dtype], device=device)
+            doing = "its batch function"
+            return Workload.of(built, job)
         except ParityError:
             raise
         except Exception as error:
-            raise ConfigError(f"model {job.model!r}: building it raised {_told(error)}") from error
+            if device == "cpu":
+                raise ConfigError(f"model {job.model!r}: {doing} raised {_told(error)}") from error
+    raise AssertionError("the second way returns or raises")
 
 
 def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -> None:
@@ -183,12 +186,12 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
             raise ConfigError(f"{what} depends on how ranks share the batch; use another norm, or call .eval() on it")
 
 
-def _check_chance(model: nn.Module, job: JobConfig) -> None:
-    """See that the forward of a user's model draws no random numbers by itself; those at home draw none."""
-    draw = find_draw(model, job.seq) if ":" in job.model else None
+def _check_chance(workload: Workload) -> None:
+    """See that a user's model and loss draw no random numbers by themselves; those at home draw none."""
+    draw = find_draw(workload) if ":" in workload.job.model else None
     if draw is not None:
         raise ConfigError(
-            f"model {job.model!r}: its forward calls {draw}, which draws other numbers on each engine; "
+            f"model {workload.job.model!r}: its forward calls {draw}, which draws other numbers on each engine; "
             "build it without dropout or noise, or call .eval()"
         )
 

@@ -21,6 +21,7 @@ PASSES = ("bucket_gathers", "bucket_reductions", "prefetch_gathers", "delay_redu
 RESHARD = ("always", "never")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = CPU, GPU = ("cpu", "cuda")
+DEFAULT_SEQ = 64
 FAKE_LINK = "fake"
 """The link that moves nothing: one process stands for all ranks, and nothing can be judged."""
 
@@ -30,11 +31,12 @@ class JobConfig:
     """What to train, on how many ranks, sharded how.
 
     Attributes:
-        model: a name from `common.models`, or `module:function` returning an `nn.Module`.
+        model: a name from `common.models`, or `module:function` returning an `nn.Module` or a task, see `common.task`.
         ranks: data-parallel world size.
         steps: optimizer steps whose loss and gradients are judged.
-        batch: sequences per step over all ranks; must be divisible by `ranks`.
-        seq: tokens per sequence.
+        batch: sequences, or samples, per step over all ranks; must be divisible by `ranks`.
+        seq: tokens per sequence, `DEFAULT_SEQ` if not given; stays None for a task, which brings batches of its own,
+            and until it is known whether the user's function returns one.
         plan: bucket plan, see `common.plan.build_plan`.
         reshard_after_forward: "always" frees gathered weights after forward and gathers them again in
             backward; "never" keeps them.
@@ -48,7 +50,8 @@ class JobConfig:
         link: what collectives travel on while the job is judged, see `common.harness.link`.
         optimizer: "sgd" or "adamw".
         lr: learning rate.
-        data: text file, folder of text, or `.bin` of uint16 tokens; None is the standard library's source.
+        data: text file, folder of text, or `.bin` of uint16 tokens; None is the standard library's source, and what
+            a task has.
         seed: decides parameters and batches.
         device: where ranks compute, one of `DEVICES`.
         dtype: dtype of the parameters themselves, gradients and optimizer state.
@@ -58,7 +61,7 @@ class JobConfig:
     ranks: int = 2
     steps: int = 10
     batch: int = 12
-    seq: int = 64
+    seq: int | None = None
     plan: str = "block"
     reshard_after_forward: str = "always"
     param_dtype: str = "fp32"
@@ -76,7 +79,10 @@ class JobConfig:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("steps", 1), ("batch", 1), ("seq", 2), ("seed", 0)):
+        if self.seq is None and ":" not in self.model:
+            object.__setattr__(self, "seq", DEFAULT_SEQ)
+        least_seq = (("seq", 2),) if self.seq is not None else ()
+        for name, least in (("ranks", 1), ("steps", 1), ("batch", 1), *least_seq, ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}: expected a whole number of at least {least}, found {value!r}")

@@ -148,7 +148,7 @@ def test_engines_that_are_equal_are_equal_at_every_place(pool: RankPool) -> None
     by_what = [row.what for row in divergence.rows]
     assert {what: by_what.count(what) for what in dict.fromkeys(by_what)} == {
         What.PARAMETER: 2 * params,
-        What.TOKENS: 1,
+        What.BATCH: 2,
         What.READ: params,
         What.OUTPUT: modules,
         What.LOSS: 1,

@@ -24,7 +24,7 @@ from common.harness.distance import max_ulp, relative_error
 from common.harness.grades import ErrorBound
 from common.harness.instruments.walk import WHOLE, Phase, Place, Walk, What
 
-BATCH = (What.TOKENS, What.OUTPUT, What.OUTPUT_GRADIENT)
+BATCH = (What.BATCH, What.OUTPUT, What.OUTPUT_GRADIENT)
 """What a rank has its own rows of."""
 
 
@@ -274,7 +274,7 @@ _BY_PLACE: Mapping[tuple[Phase, What], str] = {
     (Phase.WEIGHTS, What.PARAMETER): "the step begins with another parameter: the update before it, or the "
     "initialisation; an optimizer that holds other parameters never trains these",
     (Phase.WEIGHTS, What.BUFFER): "a buffer is another one: ranks or engines do not share it",
-    (Phase.INPUT, What.TOKENS): "ranks were given other data: the share of the batch, or its seed",
+    (Phase.INPUT, What.BATCH): "ranks were given other data: the share of the batch, or its seed",
     (Phase.FORWARD, What.READ): "the parameter that computes is not the one that is stored: gathered wrongly, stale, "
     "cast twice, or a tied one that is not tied",
     (Phase.LOSS, What.LOSS): "all outputs agree and the loss does not: how it is averaged, or in which dtype",

@@ -8,25 +8,23 @@ One run, in phases:
    on request one more is traced;
 4. in the parent, put the ranks' results together.
 
-The loss is taken here, outside the engine, on each rank over its own sequences.
+The loss is taken here, outside the engine, on each rank over its own sequences; `workload` says of what.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-from common.data import batch, check_tokens, load_tokens
 from common.device import Device, device_of
 from common.engine import Engine, load_engine
-from common.errors import ConfigError, EngineError
+from common.errors import EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
 from common.harness.instruments.memory import live_bytes, live_tensors, measure_memory
@@ -37,6 +35,7 @@ from common.harness.instruments.walk import (
     Walk,
     What,
     in_order,
+    record_batch,
     record_buffers,
     record_forward_and_backward,
     record_gradients,
@@ -46,10 +45,12 @@ from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
+from common.harness.workload import InFloat64, Workload
 from common.job import JobConfig
 from common.mesh import backend_of
-from common.models import build_model, check_seq, model_limits
+from common.models import build_task
 from common.policy import DTYPES
+from common.task import Batch, map_tensors
 from common.torch_private import fake_group
 
 
@@ -186,24 +187,32 @@ class Training:
     """One job in progress on one rank.
 
     Attributes:
-        model: the model itself: parameters and gradients.
+        workload: what is trained.
         module: what is called, the model or the engine's wrapper round it.
-        tokens: token ids, 1D, on the CPU.
         device: where the model is.
         rank, ranks: this rank's share of the batch.
         others: what this process held before there was this training; other engines may live beside it.
     """
 
     job: JobConfig
-    model: nn.Module
+    workload: Workload
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    tokens: torch.Tensor
     device: Device
     rank: int
     ranks: int
     result: RankResult
     others: list[torch.Tensor]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself: parameters and gradients."""
+        return self.workload.model
+
+    @property
+    def is_referee(self) -> bool:
+        """Whether this is the run in float64 on one process that others are judged by."""
+        return self.job.dtype == "fp64" and self.ranks == 1
 
     def run(self, context: RankContext) -> None:
         """The whole run: the judged steps, then the instrumented ones."""
@@ -249,7 +258,7 @@ class Training:
         keep = self.rank == 0
         record_parameters(self.model, walk, Phase.WEIGHTS, keep=keep)
         record_buffers(self.model, walk)
-        walk[Place(Phase.INPUT, What.TOKENS, "")] = torch.cat(self._batch(step), dim=1).cpu()
+        record_batch(self._batch(step, self.rank, self.ranks), walk)
         with record_forward_and_backward(self.model, walk):
             loss = self._loss_and_backward(step)
         walk[Place(Phase.LOSS, What.LOSS, "")] = loss.cpu()
@@ -265,46 +274,37 @@ class Training:
         self._loss_and_backward(step)
         self._update()
 
-    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's inputs and targets, on the CPU."""
-        return batch(
-            self.tokens,
-            seed=self.job.seed,
-            step=step,
-            batch=self.job.batch,
-            seq=self.job.seq,
-            rank=self.rank,
-            ranks=self.ranks,
-        )
-
     def _loss_and_backward(self, step: int) -> torch.Tensor:
-        inputs, targets = map(self.device.send, self._batch(step))
-        with phase(FORWARD):
-            loss = mean_loss(self.module(inputs), targets)
-        with phase(BACKWARD):
-            loss.backward()
+        inputs, targets = self._batch(step, self.rank, self.ranks)
+        with self._arithmetic():
+            with phase(FORWARD):
+                loss = self.workload.loss_of(self.module, inputs, targets)
+            with phase(BACKWARD):
+                loss.backward()
         return loss.detach()
+
+    def _batch(self, step: int, rank: int, ranks: int) -> Batch:
+        """Inputs and targets of `rank`, on the device."""
+        found: Batch = map_tensors(
+            self.workload.share(step=step, rank=rank, ranks=ranks), lambda tensor, _: self.device.send(tensor)
+        )
+        return found
+
+    def _arithmetic(self) -> AbstractContextManager[object]:
+        """Where forward and backward run; see [Note: float64 all through]."""
+        return InFloat64() if self.is_referee else nullcontext()  # type: ignore[no-untyped-call]
+
+    def check_mean(self) -> None:
+        """See that others, who share the batch out, train the same; see `Workload.check_mean`."""
+        shares = [(0, 1), *((rank, self.job.ranks) for rank in range(self.job.ranks))]
+        with torch.no_grad(), self._arithmetic():
+            losses = [self.workload.loss_of(self.module, *self._batch(0, *share)).item() for share in shares]
+        self.workload.check_mean(losses)
 
     def _update(self) -> None:
         with phase(OPTIMIZER):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of logits [batch, seq, vocab] against token ids [batch, seq], in fp32 or wider.
-
-    Raises:
-        ConfigError: the model returned something else, or logits for other tokens.
-    """
-    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-    if isinstance(shape, str) or shape[:-1] != list(targets.shape):
-        raise ConfigError(
-            f"model: expected it to return logits {[*targets.shape, 'vocab']}, found {shape}; wrap it in a module "
-            "whose forward takes token ids [batch, seq] and returns logits"
-        )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
@@ -313,11 +313,9 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     device = device_of(job.device)
     others = live_tensors(device_type=device.type)
     rank, ranks = (context.rank, context.ranks) if engine.data_parallel else (0, 1)
-    model = build_model(job.model, seed=job.seed, dtype=DTYPES[job.dtype]).to(device.claim(context.rank))
-    limits = model_limits(model)
-    check_seq(job.seq, limits.max_seq_len)
-    tokens = load_tokens(job.data)
-    check_tokens(tokens, limits.vocab_size, job.seq, job.batch, path=job.data)
+    built = build_task(job.model, seed=job.seed, dtype=DTYPES[job.dtype])
+    workload = Workload.of(built, job)
+    model = workload.model.to(device.claim(context.rank))
     mesh = device.mesh() if engine.data_parallel else None
     result = RankResult(process_group=backend_of(mesh.get_group(), device.type) if mesh else dist.get_backend())
     if rank == 0:
@@ -325,7 +323,10 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     names = [name for name, _ in model.named_parameters()]
     module = engine.parallelize(model, mesh, job)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
-    return Training(job, model, module, _build_optimizer(model, job), tokens, device, rank, ranks, result, others)
+    training = Training(job, workload, module, _build_optimizer(model, job), device, rank, ranks, result, others)
+    if ":" in job.model and not engine.data_parallel:
+        training.check_mean()
+    return training
 
 
 def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:

@@ -1,5 +1,7 @@
 """The models that jobs train, by name: those of the registry, and the user's own as `module:function`.
 
+The user's own may be a task, which brings batches and a loss of its own, see `common.task`.
+
 Source: the published configurations (see each model's file); `-debug`, `-tiny` and `-small` are ours, on byte tokens.
 Left out: loading pre-trained weights.
 """
@@ -20,6 +22,7 @@ from common.imports import import_named
 from common.models import gpt, llama
 from common.models.base import LanguageModel, ModelConfig, check_seq
 from common.models.init import initial_value, initialise, materialise
+from common.task import Task, as_task
 
 __all__ = [
     "LanguageModel",
@@ -27,6 +30,7 @@ __all__ = [
     "ModelInfo",
     "ModelLimits",
     "build_model",
+    "build_task",
     "check_seq",
     "describe_models",
     "initial_value",
@@ -90,22 +94,34 @@ def build_model(
 ) -> nn.Module:
     """Build a model: one of the registry, or the user's own.
 
+    Args, Raises: see `build_task`; of a task this is its model.
+    """
+    built = build_task(name, seed=seed, dtype=dtype, device=device)
+    return built.model if isinstance(built, Task) else built
+
+
+def build_task(
+    name: str, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> nn.Module | Task:
+    """Build what is trained: a model that takes token ids, or the user's model with batches and a loss of its own.
+
     A model of the registry is initialised by `initialise`. The user's own keeps the values that its function gave
     it, drawn with torch's generators at `seed`, and is then cast; the generators are put back afterwards.
 
     Args:
-        name: one of `model_names()`, or `module:function`; the function takes no arguments and returns an `nn.Module`.
+        name: one of `model_names()`, or `module:function`; the function takes no arguments and returns an `nn.Module`
+            or a task, see `common.task`.
         seed: decides the parameters.
         dtype: dtype of the floating-point parameters, and of a user model's real floating-point buffers.
         device: where the parameters live, the CPU by default; on "meta" nothing is allocated or initialised.
 
     Raises:
-        ConfigError: no such model, module or function, or a function that returns no `nn.Module`. What the user's
-            own code raises is passed on as it is.
+        ConfigError: no such model, module or function, or a function that returns neither. What the user's own code
+            raises is passed on as it is.
     """
     place = torch.device("cpu" if device is None else device)
     if ":" in name:
-        return _build_user_model(name, seed, dtype, place)
+        return _build_users(name, seed, dtype, place)
     model = _construct(name)
     materialise(model, device=place, dtype=dtype)
     if place.type != "meta":
@@ -127,17 +143,16 @@ def _construct(name: str) -> LanguageModel:
     raise ConfigError(f"model {name!r} is unknown{hint}; known are {known}, or module:function")
 
 
-def _build_user_model(name: str, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _build_users(name: str, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module | Task:
     function = _import_function(name)
     forked = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=forked), torch.device(device):
         torch.manual_seed(seed)
-        model = function()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {name!r}: expected the function to return an nn.Module, found {type(model).__name__}")
+        built = as_task(function(), name)
+    model = built.model if isinstance(built, Task) else built
     model.to(device)
     _cast(model, dtype)
-    return model
+    return built
 
 
 def _import_function(name: str) -> Callable[[], object]:

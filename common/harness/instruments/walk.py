@@ -49,7 +49,7 @@ class What(StrEnum):
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
-    TOKENS = "tokens"
+    BATCH = "tensor"
     READ = "parameter as read"
     OUTPUT = "output"
     LOSS = "loss"
@@ -106,6 +106,13 @@ def record_gradients(model: nn.Module, walk: Walk, *, keep: bool) -> None:
     """Add the gradient of each parameter, whole, the last one's first, since backward starts there; as above."""
     found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     _record_whole(walk, Phase.GRADIENT, What.GRADIENT, dict(reversed(found.items())), keep)
+
+
+def record_batch(batch: Any, walk: Walk) -> None:
+    """Add each tensor of this rank's batch, by its number, to `walk`."""
+    for i, leaf in enumerate(tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor):
+            walk[Place(Phase.INPUT, What.BATCH, str(i))] = _copy(leaf)
 
 
 def record_buffers(model: nn.Module, walk: Walk) -> None:
