@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from common.errors import PassError
@@ -93,7 +94,9 @@ def _merge_gathers(graph: Graph, gathers: list[Collective]) -> None:
         for gather, shard in zip(gathers, flat, strict=True):
             size = shard.meta["val"].numel()
             columns = builder.call(aten.slice.Tensor, by_rank, 1, offset, offset + size)
-            wholes.append(builder.call(aten.reshape.default, columns, list(gather.wait.meta["val"].shape)))
+            # a copy even where a view would do: kernels may sum in another order at an address that is not aligned
+            dense = builder.call(aten.clone.default, columns, memory_format=torch.contiguous_format)
+            wholes.append(builder.call(aten.view.default, dense, list(gather.wait.meta["val"].shape)))
             offset += size
     _replace(graph, gathers, wholes)
 

@@ -6,6 +6,11 @@ for the flat buffer. Differs: knows nothing of hooks and steps (state.py) nor of
 Left out: several meshes or dtypes in one group, resharding to a smaller mesh, accumulation without reduction.
 
 Shapes: W ranks, S elements of this rank's padded shard of all parameters, in registration order.
+
+[Note: alignment]
+A kernel may sum in another order if its operand begins at another address (on CPUs a product with a single row does).
+Parameters of the plain model begin where the allocator put them, at multiples of 64 bytes; so do whole parameters here,
+though they share a buffer. Messages stay dense.
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ from fsdp_eager.collectives import (
 )
 from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState, check_one_dtype
 from fsdp_eager.reshard import SharedBuffer, WholeBuffer
+
+ALIGNED = 32
+"""Elements, 64 bytes of the narrowest dtype; see [Note: alignment]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +100,22 @@ class FSDPParamGroup:
         )
         cuts = [Cut(item.param.shape, self._world_size) for item in managed]
         chunks = [cut.chunk_numel for cut in cuts]
-        shard_numel = sum(chunks)
+        whole_chunks = [self._world_size * chunk for chunk in chunks]
+        places = _places(whole_chunks)
+        shard_places = places if self._world_size == 1 else chunks  # what one rank computes with is its shard
+        shard_numel = sum(shard_places)
         self._shard = torch.zeros(shard_numel, dtype=self._dtype, device=first.device)  # [S], zeros: the padding
         self.whole = (
             SharedBuffer(self._shard)
             if self._world_size == 1 and self._compute_dtype is self._dtype
-            else WholeBuffer(self._world_size * shard_numel, self._compute_dtype, first.device)
+            else WholeBuffer(sum(places), self._compute_dtype, first.device)
         )
         self.communicates = self._world_size > 1 and shard_numel > 0
-        whole_chunks = [self._world_size * chunk for chunk in chunks]
-        parts = zip(managed, cuts, self._shard.split(chunks), self.whole.whole.split(whole_chunks), strict=True)
+        parts = zip(managed, cuts, self._shard.split(shard_places), self.whole.whole.split(places), strict=True)
         self.params = tuple(FSDPParam(item, cut, options.mesh, shard, whole) for item, cut, shard, whole in parts)
         self._regions = [  # [W, c_i] each, where copy-out writes
-            region.view(self._world_size, chunk)
-            for region, chunk in zip(self.whole.writable.split(whole_chunks), chunks, strict=True)
+            region[: self._world_size * chunk].view(self._world_size, chunk)
+            for region, chunk in zip(self.whole.writable.split(places), chunks, strict=True)
         ]
         self.whole.free()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # what is gathered into, and its handle
@@ -119,7 +129,7 @@ class FSDPParamGroup:
                 self.whole.alloc()
                 gathered = self.whole.writable
             else:
-                gathered = self.whole.writable.new_empty(self.whole.writable.numel())
+                gathered = self.whole.writable.new_empty(self._world_size * self._shard.numel())
             with bucket_range(LAUNCH_GATHER, self.name):
                 self._pending = gathered, launch_gather(self._shard, gathered, self._process_group)
         self.state = ShardedState.GATHERING
@@ -199,3 +209,8 @@ class FSDPParamGroup:
         total = finish_reduction(pending).to(self._dtype)
         for param, part in zip(params, total.split([param.cut.chunk_numel for param in params]), strict=True):
             param.accept_gradient(part)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """How much of a buffer each of `sizes` takes if the one after it is to begin aligned; see [Note: alignment]."""
+    return [*(-(-size // ALIGNED) * ALIGNED for size in sizes[:-1]), *sizes[-1:]]
