@@ -1,4 +1,4 @@
-"""What options can be given: engines, models, plans, backends, passes, links, transports, dtypes."""
+"""What options can be given: engines, models and their fields, plans, backends, passes, links, transports, dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.engine import SHORT_NAMES
 from common.gradient import Transport
 from common.harness.link import PRESETS
 from common.job import BACKENDS, PASSES
-from common.models import describe_models
+from common.models import describe_fields, describe_models
 from common.plan import NAMED_PLANS
 from common.policy import DTYPES
 
@@ -40,6 +40,20 @@ _PASSES = {
     "prefetch_gathers": "launches a gather before the wait of the one ahead; without it, where it is needed",
     "delay_reduction_waits": "waits for a reduction after the next is launched; without it, at once",
 }
+_FIELDS = {
+    "vocab_size": "number of token ids",
+    "dim": "width of the residual stream",
+    "n_layers": "number of blocks",
+    "n_heads": "attention heads per block; divides dim",
+    "max_seq_len": "longest sequence in tokens",
+    "tied": "the output head is the token embedding",
+    "bias": "projections inside blocks have biases, and so have norms that can",
+    "frozen": "modules and parameters that are not trained",
+    "n_kv_heads": "heads of keys and values; divides n_heads",
+    "ffn_dim": "hidden width of the feed-forward",
+    "rope_theta": "base of the rotary frequencies",
+    "norm_eps": "added to the mean square in norms",
+}
 _TRANSPORTS = {
     "auto": "ordered on gloo, else native",
     "native": "the backend's reduce-scatter",
@@ -54,6 +68,7 @@ def list_document() -> Document:
     tables = {
         "engines": frame(engines, ("name", "module", "what")),
         "models": _models(),
+        "fields": _fields(),
         "plans": _names((*NAMED_PLANS, "A,B+C"), _PLANS),
         "backends": _names(BACKENDS, _BACKENDS),
         "passes": _names(PASSES, _PASSES),
@@ -70,6 +85,7 @@ def list_document() -> Document:
         "models": (
             "or module:function, a function without arguments that returns an nn.Module or a task, see common/task.py",
         ),
+        "fields": ("of models; in another size: --model llama-debug,n_layers=1,tied=true,frozen=norm+layers.0",),
     }
     return Document(
         title="What options take",
@@ -97,6 +113,14 @@ def _models() -> pd.DataFrame:
         for info in describe_models()
     ]
     return frame(rows, tuple(rows[0]))
+
+
+def _fields() -> pd.DataFrame:
+    rows = (
+        {"name": name, "of": ", ".join(models), "takes": takes, "what": _FIELDS[name]}
+        for name, (takes, models) in describe_fields().items()
+    )
+    return frame(rows, ("name", "of", "takes", "what"))
 
 
 def _names(names: tuple[str, ...] | list[str], what: dict[str, str]) -> pd.DataFrame:

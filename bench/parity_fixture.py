@@ -13,7 +13,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -99,7 +99,8 @@ class FsdpParity:
             asked = _grade(grade)
             with _importable(given["model"]) as model:
                 options = _options(given | job | {"model": model}, engines, self._out, timeout_s)
-                check(options.job, options.reference, options.engines, options.out)
+                settled = check(options.job, options.reference, options.engines, options.out)
+                options = replace(options, job=settled)
                 comparison, folder = self._compare(options, asked)
         except ParityError as error:
             if isinstance(error, RankError):

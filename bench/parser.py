@@ -141,7 +141,8 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
 def _add_job(parser: argparse.ArgumentParser, default: JobConfig) -> None:
     """The options of the job; a field of `JobConfig` has its name, and its default there is the default here."""
     add = parser.add_argument_group("what is trained").add_argument
-    add("--model", default=default.model, metavar="NAME|MODULE:FUNCTION", help="see the list (default: %(default)s)")
+    models = "NAME|NAME,FIELD=X|MODULE:FUNCTION"
+    add("--model", default=default.model, metavar=models, help="see the list (default: %(default)s)")
     add("--steps", type=int, default=default.steps, metavar="N", help="optimizer steps judged (default: %(default)s)")
     add("--batch", type=int, metavar="N", default=default.batch, help="sequences over all ranks (default: %(default)s)")
     add("--seq", type=int, metavar="N", help=f"tokens per sequence (default: {DEFAULT_SEQ}); not of a task")

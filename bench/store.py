@@ -33,6 +33,8 @@ REPORT = "report"
 BENCH = "bench"
 """Name of a benchmark's file."""
 LATEST = "latest"
+MODEL_CHARACTERS = 80
+"""Of a model's name in a folder's; file systems take names of 255 bytes, and a model with its fields can be longer."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def make_run_folder(out: Path, job: JobConfig, now: datetime) -> Path:
     Raises:
         ConfigError: the folder cannot be made.
     """
-    model = re.sub(r"[^A-Za-z0-9.]+", "-", job.model)
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", job.model)[:MODEL_CHARACTERS]
     name = f"{now:%Y%m%d-%H%M%S}-{model}-{job.ranks}ranks-{job.param_dtype}"
     for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
         folder = out / (name + suffix)

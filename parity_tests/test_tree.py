@@ -34,11 +34,13 @@ TESTS_OF_BENCH = {
     f"parity_tests/{name}.py"
     for name in (
         "cli_calls",
+        "fuzz",
         "test_baseline",
         "test_bench",
         "test_cli",
         "test_explain",
         "test_fake_link",
+        "test_random_configurations",
         "test_render",
         "test_scripts",
         "test_trace",

@@ -1,4 +1,4 @@
-"""The models that jobs train, by name: those of the registry, and the user's own as `module:function`.
+"""The models that jobs train, by name: those of the registry, in any size, and the user's own as `module:function`.
 
 The user's own may be a task, which brings batches and a loss of its own, see `common.task`.
 
@@ -8,10 +8,9 @@ Left out: loading pre-trained weights.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +18,9 @@ from torch import nn
 
 from common.errors import ConfigError
 from common.imports import import_named
-from common.models import gpt, llama
-from common.models.base import LanguageModel, ModelConfig, check_seq
+from common.models.base import LanguageModel, ModelConfig, check_seq, hint
 from common.models.init import initial_value, initialise, materialise
+from common.models.spec import CONFIGS, FAMILIES, construct, read_spec, settable_fields
 from common.task import Task, as_task
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "build_model",
     "build_task",
     "check_seq",
+    "describe_fields",
     "describe_models",
     "initial_value",
     "initialise",
@@ -70,7 +70,16 @@ class ModelLimits:
 
 def model_names() -> tuple[str, ...]:
     """The names of the registry, smallest model of a family first."""
-    return (*llama.CONFIGS, *gpt.CONFIGS)
+    return tuple(CONFIGS)
+
+
+def describe_fields() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Every field that `NAME,FIELD=VALUE` can set: what it takes, and the classes of the models that have it."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for config, model in FAMILIES.items():
+        for name, takes in settable_fields(config).items():
+            found[name] = (takes, (*found.get(name, ("", ()))[1], model.__name__))
+    return found
 
 
 def describe_models() -> list[ModelInfo]:
@@ -109,15 +118,15 @@ def build_task(
     it, drawn with torch's generators at `seed`, and is then cast; the generators are put back afterwards.
 
     Args:
-        name: one of `model_names()`, or `module:function`; the function takes no arguments and returns an `nn.Module`
-            or a task, see `common.task`.
+        name: one of `model_names()`, alone or with fields of its config changed (see `common.models.spec`), or
+            `module:function`; the function takes no arguments and returns an `nn.Module` or a task, see `common.task`.
         seed: decides the parameters.
         dtype: dtype of the floating-point parameters, and of a user model's real floating-point buffers.
         device: where the parameters live, the CPU by default; on "meta" nothing is allocated or initialised.
 
     Raises:
-        ConfigError: no such model, module or function, or a function that returns neither. What the user's own code
-            raises is passed on as it is.
+        ConfigError: no such model, field, module or function, a config that no model can have, or a function that
+            returns neither. What the user's own code raises is passed on as it is.
     """
     place = torch.device("cpu" if device is None else device)
     if ":" in name:
@@ -131,16 +140,15 @@ def build_task(
 
 def _construct(name: str) -> LanguageModel:
     """The model called `name` on the meta device."""
-    with torch.device("meta"):
-        if name in llama.CONFIGS:
-            return llama.Llama(llama.CONFIGS[name])
-        if name in gpt.CONFIGS:
-            return gpt.GPT(gpt.CONFIGS[name])
+    config = read_spec(name)
+    if config is not None:
+        with torch.device("meta"):
+            return construct(config)
     known = ", ".join(model_names())
     file = os.path.join(*name.removesuffix(".py").split(".")) + ".py"
-    hint = f" (for a model of {file}, name its function too: {name.removesuffix('.py')}:FUNCTION)"
-    hint = hint if os.path.isfile(file) else _hint(name, model_names())
-    raise ConfigError(f"model {name!r} is unknown{hint}; known are {known}, or module:function")
+    meant = f" (for a model of {file}, name its function too: {name.removesuffix('.py')}:FUNCTION)"
+    meant = meant if os.path.isfile(file) else hint(name.partition(",")[0], model_names())
+    raise ConfigError(f"model {name!r} is unknown{meant}; known are {known}, or module:function")
 
 
 def _build_users(name: str, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module | Task:
@@ -162,13 +170,14 @@ def _import_function(name: str) -> Callable[[], object]:
         dotted = path.removesuffix(".py").strip("./").replace("/", ".")
         raise ConfigError(f"model {name!r}: expected an import path, found a file; write {dotted}:{attribute}")
     if not all(part.isidentifier() for part in (*path.split("."), attribute)):
-        raise ConfigError(f"model {name!r}: expected module:function, such as my_package.my_model:build")
+        other = f"; for another size write {path},{attribute}" if path in CONFIGS else ""
+        raise ConfigError(f"model {name!r}: expected module:function, such as my_package.my_model:build{other}")
     where = f" in {os.getcwd()} or among the installed packages"
     way_out = "; run from the folder that holds it, or set PYTHONPATH"
     module = import_named(path, what=f"model {name!r}", way_out=where + way_out)
     function = getattr(module, attribute, None)
     if function is None:
-        raise ConfigError(f"model {name!r}: module {path!r} has no {attribute!r}{_hint(attribute, vars(module))}")
+        raise ConfigError(f"model {name!r}: module {path!r} has no {attribute!r}{hint(attribute, vars(module))}")
     if not callable(function):
         raise ConfigError(f"model {name!r}: expected a function, found {attribute!r} of type {type(function).__name__}")
     _check_no_arguments(name, function)
@@ -205,9 +214,3 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_floating_point():
                 setattr(module, key, buffer.to(dtype))
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    """A parenthesis with the closest known name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases throughout, and a head that may share the embedding.
+"""GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases throughout, and a head that shares the embedding.
 
 Source: GPT-2 ("Language Models are Unsupervised Multitask Learners") and GPT-3 (arXiv 2005.14165, table 2.1); module
 names are those of the published GPT-2 weights. Differs: projections are `nn.Linear` and not transposed.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.models.base import LanguageModel, ModelConfig, check_seq, embedding
+from common.models.base import LanguageModel, ModelConfig, check_seq, embedding, freeze
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class GPTConfig(ModelConfig):
 
     Attributes:
         ffn_dim: hidden width of the feed-forward; 4 * dim in the published models.
-        tied: the output head is the token embedding, one parameter under two names.
         norm_eps: added to the variance in LayerNorm.
     """
 
     ffn_dim: int
     tied: bool = True
+    bias: bool = True
     norm_eps: float = 1e-5
 
 
@@ -37,8 +37,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = nn.Linear(config.dim, 3 * config.dim)
-        self.c_proj = nn.Linear(config.dim, config.dim)
+        self.c_attn = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -56,8 +56,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.dim, config.ffn_dim)
-        self.c_proj = nn.Linear(config.ffn_dim, config.dim)
+        self.c_fc = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.ffn_dim, config.dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -70,9 +70,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,10 +93,11 @@ class GPT(LanguageModel):
         self.wte = embedding(config.vocab_size, config.dim)
         self.wpe = embedding(config.max_seq_len, config.dim)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.ln_f = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ln_f = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.wte.weight
+        freeze(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, seq, vocab_size] of tokens [batch, seq].

@@ -1,4 +1,4 @@
-"""Llama 3: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases, an output of its own.
+"""Llama 3: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases, an output of its own unless tied.
 
 Source: "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3; module names as in torchtitan, so that a plan written
 for one fits the other. Differs from torchtitan: the rotary table is made where it is used and is not an input.
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.errors import ConfigError
-from common.models.base import LanguageModel, ModelConfig, check_seq, embedding
+from common.models.base import LanguageModel, ModelConfig, check_seq, embedding, freeze
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,14 @@ class LlamaConfig(ModelConfig):
         super().__post_init__()
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
-                f"model config: {self.n_heads} query heads do not divide over {self.n_kv_heads} key and value heads"
+                f"model config: {self.n_heads} query heads do not divide over {self.n_kv_heads} key and value heads; "
+                "change n_heads or n_kv_heads"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model config: rotary embedding turns pairs, so head_dim {self.head_dim} must be even")
+            raise ConfigError(
+                f"model config: rotary embedding turns pairs, so dim over n_heads must be even, found {self.head_dim}; "
+                "change dim or n_heads"
+            )
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> torch.Tensor:
@@ -132,10 +136,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wo = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -161,9 +165,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.bias)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -200,6 +204,9 @@ class Llama(LanguageModel):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+        freeze(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, seq, vocab_size] of tokens [batch, seq].
