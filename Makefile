@@ -1,5 +1,6 @@
 # make parity   install into .venv, then run the main job:  make parity ARGS="--ranks 3 --model gpt-debug"
 # make test     the same set-up, then the tests:             make test ARGS=parity_tests/test_plan.py
+# make fuzz     random jobs on every engine, for minutes:    make fuzz ARGS="--minutes 30 --seed 7"
 # make check    ruff and mypy
 # make clean    remove .venv and caches; runs/ stays
 #
@@ -9,7 +10,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: parity test check clean compiler
+.PHONY: parity test fuzz check clean compiler
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +25,9 @@ parity: $(if $(findstring --backend,$(ARGS)),,compiler) $(STAMP)
 
 test: compiler $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: compiler $(STAMP)
+	@$(BIN)/python -m parity_tests.fuzz $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from common.gradient import Transport
 from common.harness.rank import Progress
 from common.harness.records import load_record
 from common.job import BACKENDS, PASSES, JobConfig
-from common.models import describe_models
+from common.models import describe_fields, describe_models
 from common.policy import DTYPES
 from parity_tests.cli_calls import ROOT, Ran, call, children, environment, marked, run_process
 
@@ -320,6 +320,7 @@ def test_list_names_everything_that_options_take() -> None:
     found = call("list", "--format", "json").json["tables"]
     assert [row["name"] for row in found["engines"]] == list(SHORT_NAMES)
     assert {row["name"]: row["params"] for row in found["models"]} == {i.name: i.params for i in describe_models()}
+    assert {row["name"] for row in found["fields"]} == set(describe_fields())
     assert [row["name"] for row in found["plans"]] == ["param", "block", "model", "A,B+C"]
     assert [row["name"] for row in found["backends"]] == list(BACKENDS)
     assert [row["name"] for row in found["passes"]] == list(PASSES)

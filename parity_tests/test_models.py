@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from common.models import (
     LanguageModel,
     build_model,
     check_seq,
+    describe_fields,
     describe_models,
     initial_value,
     initialise,
@@ -43,6 +45,11 @@ from common.models.llama import (
 )
 
 DEBUG = ("llama-debug", "gpt-debug", "gpt-debug-tied")
+SHAPED = (
+    "llama-debug,dim=30,n_layers=1,n_heads=3,n_kv_heads=1,ffn_dim=7,tied=true,bias=true",
+    "gpt-debug,dim=21,n_layers=2,ffn_dim=5,bias=false",
+)
+"""Both families with everything set that the debug models have not."""
 F64 = torch.float64
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -99,12 +106,16 @@ def merge_heads(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 1, 3).reshape(batch, seq, n_heads * width)
 
 
+def linear(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros((), dtype=F64))
+
+
 def attention_by_hand(x: torch.Tensor, w: dict[str, torch.Tensor], at: str, config: LlamaConfig) -> torch.Tensor:
-    q = complex_rotation(split_heads(x @ w[f"{at}wq.weight"].T, config.n_heads), config.rope_theta)
-    k = complex_rotation(split_heads(x @ w[f"{at}wk.weight"].T, config.n_kv_heads), config.rope_theta)
-    v = split_heads(x @ w[f"{at}wv.weight"].T, config.n_kv_heads)
+    q = complex_rotation(split_heads(linear(w, f"{at}wq", x), config.n_heads), config.rope_theta)
+    k = complex_rotation(split_heads(linear(w, f"{at}wk", x), config.n_kv_heads), config.rope_theta)
+    v = split_heads(linear(w, f"{at}wv", x), config.n_kv_heads)
     served_by = [head // (config.n_heads // config.n_kv_heads) for head in range(config.n_heads)]
-    return merge_heads(softmax_attention(q, k[:, served_by], v[:, served_by])) @ w[f"{at}wo.weight"].T
+    return linear(w, f"{at}wo", merge_heads(softmax_attention(q, k[:, served_by], v[:, served_by])))
 
 
 def llama_by_hand(w: dict[str, torch.Tensor], ids: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
@@ -116,8 +127,8 @@ def llama_by_hand(w: dict[str, torch.Tensor], ids: torch.Tensor, config: LlamaCo
         at = f"layers.{i}."
         x = x + attention_by_hand(norm(x, f"{at}attention_norm"), w, f"{at}attention.", config)
         y = norm(x, f"{at}ffn_norm")
-        gate, up = y @ w[f"{at}feed_forward.w1.weight"].T, y @ w[f"{at}feed_forward.w3.weight"].T
-        x = x + (gate / (1 + torch.exp(-gate)) * up) @ w[f"{at}feed_forward.w2.weight"].T
+        gate, up = linear(w, f"{at}feed_forward.w1", y), linear(w, f"{at}feed_forward.w3", y)
+        x = x + linear(w, f"{at}feed_forward.w2", gate / (1 + torch.exp(-gate)) * up)
     return norm(x, "norm") @ w["output.weight"].T
 
 
@@ -125,19 +136,16 @@ def gpt_by_hand(w: dict[str, torch.Tensor], ids: torch.Tensor, config: GPTConfig
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         centred = x - x.mean(-1, keepdim=True)
         normed = centred / (centred.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
-        return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+        return normed * w[f"{name}.weight"] + w.get(f"{name}.bias", torch.zeros((), dtype=F64))
 
     x = w["wte.weight"][ids] + w["wpe.weight"][: ids.shape[1]]
     for i in range(config.n_layers):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        qkv = linear(w, f"h.{i}.attn.c_attn", norm(x, f"h.{i}.ln_1"))
         q, k, v = (split_heads(qkv[..., j * config.dim : (j + 1) * config.dim], config.n_heads) for j in range(3))
-        x = x + linear(merge_heads(softmax_attention(q, k, v)), f"h.{i}.attn.c_proj")
-        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        x = x + linear(w, f"h.{i}.attn.c_proj", merge_heads(softmax_attention(q, k, v)))
+        y = linear(w, f"h.{i}.mlp.c_fc", norm(x, f"h.{i}.ln_2"))
         gelu = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + linear(gelu, f"h.{i}.mlp.c_proj")
+        x = x + linear(w, f"h.{i}.mlp.c_proj", gelu)
     return norm(x, "ln_f") @ w["lm_head.weight"].T
 
 
@@ -148,26 +156,27 @@ def by_hand(model: LanguageModel, w: dict[str, torch.Tensor], ids: torch.Tensor)
     return gpt_by_hand(w, ids, model.config)
 
 
-@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("name", (*DEBUG, *SHAPED))
 def test_forward_equals_the_formulas_written_out(name: str) -> None:
     """In float64 the logits are those of the papers' formulas, to rounding of the last bits."""
     model = debug_model(name, F64)
     torch.testing.assert_close(model(tokens()), by_hand(model, weights(model), tokens()), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("name", (*DEBUG, *SHAPED))
 def test_gradients_equal_those_of_the_formulas(name: str) -> None:
     """In float64 every parameter's gradient is that of the formulas; a tied weight's is the sum over both uses."""
     model = debug_model(name, F64)
     F.cross_entropy(model(tokens())[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()).backward()
     named = {key: value.clone().requires_grad_() for key, value in weights(model).items()}
     F.cross_entropy(by_hand(model, named, tokens())[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()).backward()
-    tied = isinstance(model.config, GPTConfig) and model.config.tied
+    heads = {"wte.weight": "lm_head.weight", "tok_embeddings.weight": "output.weight"} if model.config.tied else {}
     for key, param in model.named_parameters():
         expected = named[key].grad
-        if tied and key == "wte.weight":
-            assert expected is not None and named["lm_head.weight"].grad is not None
-            expected = expected + named["lm_head.weight"].grad
+        if key in heads:
+            head = named[heads[key]].grad
+            assert expected is not None and head is not None
+            expected = expected + head
         torch.testing.assert_close(param.grad, expected, rtol=1e-9, atol=1e-13, msg=key)
 
 
@@ -480,14 +489,51 @@ def test_models_expose_their_limits(name: str) -> None:
     [
         ({"n_heads": 3}, "dim 64 does not divide over 3 heads"),
         ({"n_kv_heads": 3}, "4 query heads do not divide over 3"),
-        ({"n_heads": 64, "n_kv_heads": 64}, "head_dim 1 must be even"),
+        ({"n_heads": 64, "n_kv_heads": 64}, "dim over n_heads must be even, found 1"),
+        ({"ffn_dim": 0}, "expected ffn_dim above 0, found 0"),
+        ({"norm_eps": -1e-5}, "expected norm_eps above 0, found -1e-05"),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
-    """Heads that do not divide, or cannot be turned in pairs, are a ConfigError when the config is made."""
+def test_impossible_sizes_are_refused(sizes: dict[str, float], message: str) -> None:
+    """No size, and heads that do not divide or cannot be turned in pairs, are a ConfigError when the config is made."""
     plain = {"vocab_size": 8, "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 8, "max_seq_len": 8}
     with pytest.raises(ConfigError, match=message):
         LlamaConfig(**plain | sizes)  # type: ignore[arg-type]
+
+
+def test_fields_change_what_they_name_and_nothing_else() -> None:
+    """`NAME,FIELD=VALUE` is the named model's config with these fields, each read as what it is."""
+    spec = "llama-debug,dim=30,n_heads=3,n_kv_heads=1,tied=true,frozen=norm+layers.1.attention.wq.weight,norm_eps=1e-3"
+    expected = replace(
+        LLAMAS["llama-debug"],
+        dim=30,
+        n_heads=3,
+        n_kv_heads=1,
+        tied=True,
+        frozen=("norm", "layers.1.attention.wq.weight"),
+        norm_eps=1e-3,
+    )
+    for device in ("meta", "cpu"):
+        model = build_model(spec, seed=0, device=device)
+        assert isinstance(model, Llama) and model.config == expected
+        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+        assert frozen == ["layers.1.attention.wq.weight", "norm.weight"]
+
+
+def test_a_frozen_tied_weight_is_frozen_under_both_names() -> None:
+    """Either name of a tied weight freezes it; a whole block freezes all that is in it and nothing beside it."""
+    for name in ("wte", "lm_head", "lm_head.weight"):
+        model = build_model(f"gpt-debug-tied,frozen={name}+h.1", seed=0)
+        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+        assert frozen == ["wte.weight", *(f"h.1.{name}" for name, _ in model.get_submodule("h.1").named_parameters())]
+
+
+def test_fields_that_can_be_set_are_described_with_the_models_that_have_them() -> None:
+    """All fields of both configs but the one that is no single value."""
+    found = describe_fields()
+    for model, config in (("Llama", LlamaConfig), ("GPT", GPTConfig)):
+        names = {name for name, (_, models) in found.items() if model in models}
+        assert names == {field.name for field in fields(config)} - {"rope_scaling"}
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -694,6 +740,28 @@ def test_errors_inside_the_users_code_are_passed_on(tmp_path: Path, monkeypatch:
         ("", r"'' is unknown"),
         ("no_such_module_here:build", r"no module 'no_such_module_here' in .*PYTHONPATH"),
         ("parity_tests.nothing.here:build", r"no module 'parity_tests\.nothing'"),
+        ("llama-debgu,dim=32", r"'llama-debgu,dim=32' is unknown \(did you mean 'llama-debug'\?\)"),
+        (
+            "llama-debug,dmi=32",
+            r"found 'dmi=32' \(did you mean 'dim'\?\); fields of llama-debug are vocab_size, .*eps$",
+        ),
+        ("llama-debug,", r"expected FIELD=VALUE, found ''; fields"),
+        ("llama-debug,tied", r"expected FIELD=VALUE, found 'tied' \(did you mean 'tied'\?\)"),
+        ("gpt-debug,n_kv_heads=2", r"found 'n_kv_heads=2' \(did you mean 'n_heads'\?\); fields of gpt-debug"),
+        ("llama-debug,rope_scaling=1", r"found 'rope_scaling=1'"),
+        ("llama-debug,dim=32,dim=64", r"expected each field once, found dim twice"),
+        ("llama-debug,dim=32.5", r"dim: expected a whole number from 1 to 9999999, found '32\.5'"),
+        ("llama-debug,dim=0", r"dim: expected a whole number from 1"),
+        ("llama-debug,dim=10000000", r"dim: expected a whole number from 1"),
+        ("llama-debug,norm_eps=inf", r"norm_eps: expected a number above 0, found 'inf'"),
+        ("llama-debug,tied=yes", r"tied: expected true or false, found 'yes'"),
+        ("llama-debug,frozen=norm+", r"frozen: expected names with \+ between them, found 'norm\+'"),
+        (
+            "llama-debug,frozen=layrs.0",
+            r"frozen: 'layrs\.0' .* \(did you mean 'layers\.0'\?\); its parts are tok_embed",
+        ),
+        ("llama-debug,dim=65", r"dim 65 does not divide over 4 heads"),
+        ("llama-debug:dim=32", r"expected module:function, .*; for another size write llama-debug,dim=32"),
         (f"{THIS}:user_modl", r"has no 'user_modl' \(did you mean 'user_model'\?\)"),
         (f"{THIS}:ROOT", r"expected a function, found 'ROOT' of type \w*PosixPath"),
         (f"{THIS}:number", r"expected the function to return an nn\.Module, found int"),

@@ -376,6 +376,9 @@ def test_run_folders_are_new_and_named_by_their_job(tmp_path: Path) -> None:
     job = JobConfig(model="my.models:build", ranks=3, param_dtype="bf16")
     names = [make_run_folder(tmp_path / "a" / "b", job, now).name for _ in range(3)]
     assert names == ["20260203-040506-my.models-build-3ranks-bf16" + suffix for suffix in ("", "-2", "-3")]
+    sized = replace(job, model="llama-debug,tied=true,frozen=" + "+".join(f"layers.{i}" for i in range(99)))
+    name = make_run_folder(tmp_path, sized, now).name
+    assert name.startswith("20260203-040506-llama-debug-tied-true-frozen-layers.0-layers.1-") and len(name) < 128
     with pytest.raises(ConfigError, match="cannot make a folder"):
         make_run_folder(FROZEN / "report.json", job, now)
 
