@@ -15,7 +15,6 @@ Differs: the ordered transport, and divide factors on every backend (torch uses 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -59,7 +58,8 @@ def plan_reduction(
 ) -> Reduction:
     """Decide how gradients of `reduce_dtype` are averaged over `world_size` ranks.
 
-    fp16 is divided on both sides of the sum, so that neither the addends underflow nor the sum overflows.
+    fp16 is divided on both sides of the sum, so that neither the addends underflow nor the sum overflows. fp64 needs it
+    not; it is treated alike since torch does so with all but fp32 and bf16.
 
     Args:
         world_size: ranks that hold a gradient each.
@@ -69,14 +69,16 @@ def plan_reduction(
     """
     if transport is Transport.AUTO:
         transport = Transport.ORDERED if backend == "gloo" else Transport.NATIVE
-    factor = float(world_size)
-    if reduce_dtype is torch.float16:
-        # The power of two nearest below sqrt(factor): exact, and it halves the exponent range each side needs.
-        predivide = 2.0 ** math.floor(math.log2(factor) / 2) if factor > 1 else 1.0
-        return Reduction(transport, "sum", predivide, factor / predivide)
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        # a power of two, so exact, that halves the exponent range each side needs: about sqrt(world_size), as far as
+        # powers of two divide that
+        predivide = 1
+        while world_size % predivide == 0 and world_size > predivide**2:
+            predivide *= 2
+        return Reduction(transport, "sum", float(predivide), world_size / predivide)
     if transport is Transport.NATIVE:
         return Reduction(transport, "avg")
-    return Reduction(transport, "sum", None, factor)
+    return Reduction(transport, "sum", None, float(world_size))
 
 
 def sum_in_rank_order(pieces: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,13 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import nn
 
 from common.gradient import Transport
-from common.job import OPTIMIZERS, PASSES, RESHARD
+from common.job import OPTIMIZERS, PASSES, RESHARD, JobConfig
 from common.models import build_model
 from common.plan import CONTAINERS
+from common.policy import DTYPES
 
-ENGINES = ("eager", "compiled", "torch-fsdp2")
+ENGINES = ("eager", "eager,torch-fsdp2", "eager,compiled", "eager,compiled,torch-fsdp2")
+"""The single process and its float64 run always take part; the compiled engine costs as much as ten others."""
 BYTES = 256
 """Token ids of the data that every user has, the standard library's source."""
 LARGEST_RANKS = 4
@@ -32,6 +34,8 @@ LEARNING_RATES = {"sgd": "0.01", "adamw": "0.0001"}
 
 UNKNOWN_OPTIONS = {"--mesh": "2x2", "--grad-accum": "2", "--ac": "full"}
 """Options that are not there yet, and a value that each would take."""
+DEFAULTS = {name: str(value) for name, value in JobConfig().to_dict().items()} | {"disabled_passes": "none"}
+"""What need not be said, so that a command is no longer than its job is odd."""
 REFUSALS = {
     "an option that is not there yet": rf"unrecognized arguments: ({'|'.join(UNKNOWN_OPTIONS)}) ",
     "hooks inside blocks that are compiled apart": r"plan '.*': puts hooks on '.*' inside the block '.*', where they",
@@ -66,35 +70,36 @@ def refusal(message: str) -> str | None:
 @st.composite
 def configurations(draw: DrawFn, *, backends: Sequence[str] = ("aot_eager",)) -> Configuration:
     """A job with its model and how it is sharded; `backends` are those of the compiled engine."""
+    engines = draw(st.sampled_from(ENGINES))
     spec = draw(model_sizes())
     model = build_model(spec, seed=0, device="meta")
     ranks = draw(st.integers(1, LARGEST_RANKS))
     optimizer = draw(st.sampled_from(OPTIMIZERS))
+    dtypes = st.sampled_from(tuple(DTYPES))
     options = {
-        "--model": spec + draw(frozen_parts(model)),
-        "--ranks": str(ranks),
-        "--steps": str(draw(st.integers(1, 3))),
-        "--batch": str(ranks * draw(st.integers(1, 3))),
-        "--seq": str(draw(st.integers(2, 24))),
-        "--optimizer": optimizer,
-        "--lr": LEARNING_RATES[optimizer],
-        "--seed": str(draw(st.integers(0, 99))),
-        "--plan": draw(plans(model)),
-        "--reshard-after-forward": draw(st.sampled_from(RESHARD)),
-        "--param-dtype": draw(st.sampled_from(("fp32", "bf16", "fp16", "fp64"))),
-        "--reduce-dtype": draw(st.sampled_from(("fp32", "bf16", "fp16", "fp64"))),
-        "--backend": draw(st.sampled_from(backends)),
-        "--block-backend": draw(st.sampled_from(("eager", "eager", "eager", "aot_eager"))),
-        "--disabled-passes": draw(st.one_of(st.just("none"), subsets(PASSES, least=1).map(",".join))),
-        "--transport": draw(st.sampled_from([transport.value for transport in Transport])),
-        "--link": draw(st.sampled_from(("gloo", "none"))),
+        "engines": engines,
+        "model": spec + draw(frozen_parts(model)),
+        "ranks": str(ranks),
+        "steps": str(draw(st.integers(1, 3))),
+        "batch": str(ranks * draw(st.integers(1, 3))),
+        "seq": str(draw(st.integers(2, 24))),
+        "optimizer": optimizer,
+        "lr": LEARNING_RATES[optimizer],
+        "seed": str(draw(st.integers(0, 99))),
+        "plan": draw(plans(model)),
+        "reshard_after_forward": draw(st.sampled_from(RESHARD)),
+        "param_dtype": draw(dtypes),
+        "reduce_dtype": draw(dtypes),
+        "block_backend": draw(st.sampled_from(("eager", "eager", "eager", "aot_eager"))),
+        "transport": draw(st.sampled_from([transport.value for transport in Transport])),
+        "link": draw(st.sampled_from(("gloo", "none"))),
     }
+    if "compiled" in engines:
+        options["backend"] = draw(st.sampled_from(backends))
+        options["disabled_passes"] = ",".join(draw(st.one_of(st.just([]), subsets(PASSES)))) or "none"
     unknown = draw(st.sampled_from((*[None] * 24, *UNKNOWN_OPTIONS)))
-    if unknown is not None:
-        options[unknown] = UNKNOWN_OPTIONS[unknown]
-    return Configuration(
-        ("compare", "--engines", ",".join(ENGINES), *(word for pair in options.items() for word in pair))
-    )
+    words = [word for name, value in options.items() if value != DEFAULTS.get(name) for word in (_option(name), value)]
+    return Configuration(("compare", *words, *((unknown, UNKNOWN_OPTIONS[unknown]) if unknown else ())))
 
 
 @st.composite
@@ -138,6 +143,10 @@ def plans(draw: DrawFn, model: nn.Module) -> str:
 def subsets(values: Sequence[str], *, least: int = 0, most: int | None = None) -> SearchStrategy[list[str]]:
     """Some of `values`, each at most once, in any order."""
     return st.lists(st.sampled_from(values), unique=True, min_size=least, max_size=most)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _disjoint(names: list[str]) -> list[str]:

@@ -74,6 +74,8 @@ def test_collectives_are_those_of_the_plan(runs: Runs, name: str, engine: str) -
         ({}, Grade.BITWISE),
         ({"ranks": 3, "transport": "native", "param_dtype": "bf16"}, Grade.BITWISE),
         ({"ranks": 4, "transport": "native", "param_dtype": "bf16", "reduce_dtype": "bf16"}, Grade.BITWISE),
+        ({"ranks": 3, "transport": "native", "param_dtype": "fp16", "reduce_dtype": "fp16"}, Grade.BITWISE),
+        ({"ranks": 3, "transport": "native", "reduce_dtype": "fp64"}, Grade.BITWISE),
         ({"model": "gpt-debug", "transport": "native", "plan": "model", "ranks": 4}, Grade.BITWISE),
         ({"model": "gpt-debug-tied", "reshard_after_forward": "never"}, Grade.BITWISE),
         ({"ranks": 4}, Grade.REDUCTION_ORDER),
