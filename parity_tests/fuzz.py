@@ -35,7 +35,6 @@ ROUND = 20
 """Examples that share a seed in the long form; each round begins with small jobs and ends at its first failure."""
 BACKENDS = ("aot_eager", "aot_eager", "aot_eager", "inductor")
 """Of the long form: Inductor takes half a minute for a model."""
-TIMEOUT_S = 300.0
 
 
 class Unequal(AssertionError):
@@ -101,14 +100,15 @@ class Hunt:
                 ) from None
             self.refused[reason] += 1
             return
-        jobs = {name: options.job for name in (options.reference, *options.engines)}
-        jobs[REFEREE] = referee_job(options.job)
+        job, timeout_s = options.job, options.timeout_s
         try:
-            runs = {name: run_job(self.pool, _engine(name), job, timeout_s=TIMEOUT_S) for name, job in jobs.items()}
+            names = (options.reference, *options.engines)
+            runs = {name: run_job(self.pool, name, job, timeout_s=timeout_s) for name in names}
+            runs[REFEREE] = run_job(self.pool, "single", referee_job(job), timeout_s=timeout_s)
         except (ConfigError, RankError) as error:
             detail = error.detail if isinstance(error, RankError) else ""
             raise Broken(f"{configuration}\n{type(error).__name__}: {error}\n{detail}") from None
-        reports = judge(judged_pairs(options.job, options.reference, options.engines), runs)
+        reports = judge(judged_pairs(job, options.reference, options.engines), runs)
         found = failures(reports, {name: record for name, (record, _) in runs.items()})
         if found:
             raise Unequal("\n".join((str(configuration), *found)))
@@ -144,10 +144,6 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(f"\nfound with seed {seed}:\n{failure}\n", flush=True)
     print(f"{found} failures; {hunt.told()}")
     return 1 if found else 0
-
-
-def _engine(name: str) -> str:
-    return "single" if name == REFEREE else name
 
 
 if __name__ == "__main__":
