@@ -155,11 +155,13 @@ def parse(words: Sequence[str]) -> Options:
     if found.command == "show":
         return ShowOptions(found.run, found.out, found.format)
     if found.command == "lanes":
+        _check_once(found.engines)
         return LanesOptions(found.run, found.out, found.engines, found.cell, found.rank, found.width, found.format)
     if found.command == "explain":
         return ExplainOptions(found.run, found.out, _pair(found.pair), found.timeout, found.format)
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
     if found.command == "bench":
+        _check_not_given(words, [name for name, _ in found.sweep])
         return _bench_options(found, given)
     _check_profile(found)
     if found.link is None:
@@ -259,10 +261,22 @@ def _check_latency(link: LinkChoice, timeout_s: float) -> None:
 
 def _candidates(engines: tuple[str, ...], reference: str) -> tuple[str, ...]:
     """The engines to judge: those named, each once, but for the reference."""
-    for i, name in enumerate(engines):
-        if name in engines[:i]:
-            raise ConfigError(f"engines: expected each name once, found {name!r} twice")
+    _check_once(engines)
     candidates = tuple(name for name in engines if name != reference)
     if not candidates:
         raise ConfigError(f"engines: expected one to judge against the reference {reference!r}, found no other")
     return candidates
+
+
+def _check_once(engines: tuple[str, ...]) -> None:
+    for i, name in enumerate(engines):
+        if name in engines[:i]:
+            raise ConfigError(f"engines: expected each name once, found {name!r} twice")
+
+
+def _check_not_given(words: Sequence[str], swept: Sequence[str]) -> None:
+    """See that what is swept has no value of its own as well, which would be dropped."""
+    for name in swept:
+        option = "--" + name.replace("_", "-")
+        if any(word.partition("=")[0] == option for word in words):
+            raise ConfigError(f"sweep: {option} is swept; give its values as --sweep {option[2:]}=VALUE only")

@@ -320,6 +320,8 @@ def test_rank_that_fails_in_its_turn_is_named(engine: str, expected: str, tmp_pa
         (("--sweep", "disabled-passes=sink_waits"), "found 'sink_waits'"),
         (("--turn-steps", "many"), "'many'"),
         (("--sweep", "colour=red"), "'colour=red'"),
+        (("--plan", "block", "--sweep", "plan=param"), "sweep: --plan is swept"),
+        (("--disabled-passes=none", "--sweep", "disabled-passes=bucket_gathers"), "sweep: --disabled-passes is swept"),
         (("--sweep", "plan"), "NAME=VALUE"),
         (("--sweep", "ranks=two"), "'two'"),
         (("--sweep", "plan=nothing"), "'nothing' names no module"),
