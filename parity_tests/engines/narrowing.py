@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.baselines import ddp
 from common.job import JobConfig
 
-TARGET = "layers.1.feed_forward.w1"
+TARGET = "layers.0.feed_forward.w1"
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn.Module:
