@@ -34,7 +34,7 @@ class Explanation:
         reference, candidate: engine names.
         step: the first that differs.
         asked, passed: of the pair's report.
-        rows: every place of that step.
+        rows: every place of that step; none for a pair whose bits are equal.
         finding: the first divergence in the walk; None if there was none, since the compiler brought it in.
         bisection: of the compiled side; None if nothing is compiled, or the walk, which is not, has found it.
         notes: what has to be known to read it.
@@ -72,7 +72,7 @@ class Explanation:
 def explain(
     ranks: Ranks, job: JobConfig, report: ParityReport, records: Sequence[RunRecord], timeout_s: float
 ) -> Explanation:
-    """Replay the pair of `report` up to the step where bits first differ, and find out where.
+    """Replay the pair of `report` up to the step where bits first differ, if any do, and find out where.
 
     Args:
         ranks: open.
@@ -84,6 +84,8 @@ def explain(
     first = report.first_divergence
     step = first.step if first else 0  # a gradient that only one side has differs from the start
     reference, candidate = report.reference, report.candidate
+    if first is None and report.passed:
+        return Explanation(reference, candidate, step, str(report.asked), passed=True, rows=(), finding=None)
     jobs = {name: walkable(name, job) for name in (reference, candidate)} | {REFEREE: referee_job(job)}
     replayed: dict[str, Replayed] = {}
     with watch(list(jobs), step + 1, show=ranks.is_main) as watcher:

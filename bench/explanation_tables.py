@@ -56,7 +56,9 @@ def _without_tables(explanation: Explanation) -> dict[str, Any]:
 
 
 def _sections(explanation: Explanation) -> list[Section]:
-    """The walk, and the stages if there are any."""
+    """The walk, and the stages, as far as there are any."""
+    if not explanation.rows:
+        return []
     walk = frame(({"place": row.place, **asdict(row)} for row in explanation.rows), _columns())
     at = next(
         (i for i, row in enumerate(explanation.rows) if explanation.finding and row == explanation.finding.row), 0
@@ -84,6 +86,8 @@ def _columns() -> list[str]:
 
 def _title(explanation: Explanation) -> str:
     finding, step = explanation.finding, explanation.step
+    if not explanation.rows:
+        return f"NOTHING TO EXPLAIN: {explanation.candidate} has the bits of {explanation.reference} at every step"
     if finding is not None:
         kind = "FIRST DIVERGENCE" if finding.is_astray else "NO DIVERGENCE BUT ROUNDING, which is first seen at"
         return f"{kind}: step {step}, {finding.row.place}"

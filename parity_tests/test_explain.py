@@ -224,6 +224,12 @@ def test_stages_are_those_of_the_job() -> None:
 # The command
 
 
+def test_equal_bits_need_no_explanation(pool: RankPool, runs: Runs) -> None:
+    """A pair without a divergence is not replayed."""
+    found = _explained(pool, runs, "eager", "torch-fsdp2")
+    assert (found.passed, found.rows, found.finding, found.bisection) == (True, (), None, None)
+
+
 def test_explain_keeps_what_it_finds_with_the_run(tmp_path: Path) -> None:
     """`compare --explain` fails with the place; `explain` and `show` of the run print it again, with the same code."""
     words = ("--batch", "4", "--seq", "16", "--steps", "1", "--out", str(tmp_path))
