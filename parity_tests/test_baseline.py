@@ -338,6 +338,7 @@ def test_show_tells_of_the_baseline_from_the_records(form: str, frozen: Comparis
         assert form == "csv" or (REFRESH in ran.out) == (name != "same" or form == "json")
         if form not in ("csv", "json"):
             assert ("WORSE THAN THE BASELINE in 1 figure. PARITY HOLDS" in ran.out) == (name == "worse")
+            assert ("Against ci/small.json" in ran.out) == (name != "same")
             assert ("56,804" in ran.out) == (name == "worse")  # what eager now needs, to the byte
     assert codes == {"same": 0, "better": 0, "worse": 1}
 

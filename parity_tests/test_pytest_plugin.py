@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -181,7 +182,7 @@ def test_interrupted_suite_leaves_no_rank(installed: pytest.Pytester) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         while process.poll() is None and not Path(installed.path, "hanging").exists():
-            pass
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         try:
             out, _ = process.communicate(timeout=60)
