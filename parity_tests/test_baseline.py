@@ -26,8 +26,9 @@ from bench.render import render
 from bench.store import Comparison, load_comparison, save_comparison
 from common.errors import ConfigError
 from common.harness.grades import Grade
+from common.harness.launch import RankPool
 from common.harness.records import CollectiveCount, Environment
-from parity_tests.cli_calls import call, children
+from parity_tests.cli_calls import Ran, call, children
 
 FROZEN = Path(__file__).parent / "frozen"
 TINY = (
@@ -356,7 +357,10 @@ def test_environments_that_differ_are_noted(frozen: Comparison) -> None:
 
 
 def test_baseline_end_to_end(pool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Taken, then changed: it fails by what is worse, tells what is better, and prints the words that take it anew."""
+    """Taken, then changed: it fails by what is worse, tells what is better, prints the words that take it anew.
+
+    A rank that is not the first comes to the same exit code, and prints and writes nothing.
+    """
     monkeypatch.setattr(bench.commands, "open_ranks", lambda ranks: nullcontext(pool))
     path = tmp_path / "small.json"
     words = ("compare", *TINY, "--engines", "eager", "--out", str(tmp_path / "runs"), "--format", "json")
@@ -375,6 +379,21 @@ def test_baseline_end_to_end(pool: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     program, *again = shlex.split(refresh)
     assert program == "fsdp-parity" and again == [*words, "--save-baseline", str(path)]
+
+    monkeypatch.setattr(bench.commands, "open_ranks", lambda ranks: nullcontext(OtherRank(pool)))
+    before = sorted(tmp_path.rglob("*"))
+    words = (*words, "--baseline", str(path), "--save-baseline", str(tmp_path / "new.json"))
+    assert call(*words) == Ran(1, "", "")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class OtherRank:
+    """What a rank of torchrun's that is not the first has: results of all, and nothing to write."""
+
+    is_main = False
+
+    def __init__(self, pool: RankPool) -> None:
+        self.run = pool.run
 
 
 def test_engines_that_disagree_make_no_baseline(pool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
