@@ -191,8 +191,8 @@ def _check_chance(workload: Workload) -> None:
     draw = find_draw(workload) if ":" in workload.job.model else None
     if draw is not None:
         raise ConfigError(
-            f"model {workload.job.model!r}: its forward calls {draw}, which draws other numbers on each engine; "
-            "build it without dropout or noise, or call .eval()"
+            f"model {workload.job.model!r}: its forward or loss calls {draw}, which draws other numbers on each "
+            "engine; build it without dropout or noise, or call .eval()"
         )
 
 

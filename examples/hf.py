@@ -33,7 +33,8 @@ def llama() -> nn.Module:
         max_position_embeddings=256,
         **PLAIN,
     )
-    return LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def gpt2() -> nn.Module:
@@ -47,9 +48,12 @@ def gpt2() -> nn.Module:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         resid_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
         **PLAIN,
     )
-    return GPT2LMHeadModel(config)
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
 
 
 def llama_task() -> tuple[nn.Module, Any, Any]:

@@ -17,7 +17,7 @@ from common.harness.distance import relative_error
 from common.harness.grades import unit_roundoff
 from common.harness.predict import predict_collectives
 from common.harness.records import CollectiveCount
-from common.harness.train import mean_loss
+from common.harness.workload import mean_loss
 from common.job import PASSES, JobConfig
 from common.models import build_model
 from common.plan import Bucket, BucketPlan, build_plan

@@ -26,7 +26,8 @@ from common.harness.instruments.gradients import collect_gradients, digest, l2_n
 from common.harness.instruments.memory import live_bytes, measure_memory, peak_bytes
 from common.harness.launch import RankContext, RankPool
 from common.harness.records import CollectiveCount, load_record, save_record
-from common.harness.train import mean_loss, train
+from common.harness.train import train
+from common.harness.workload import mean_loss
 from common.job import JobConfig
 from common.mesh import build_mesh
 from common.torch_private import Allocation, Operator, TensorArgument

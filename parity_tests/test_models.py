@@ -764,7 +764,7 @@ def test_errors_inside_the_users_code_are_passed_on(tmp_path: Path, monkeypatch:
         ("llama-debug:dim=32", r"expected module:function, .*; for another size write llama-debug,dim=32"),
         (f"{THIS}:user_modl", r"has no 'user_modl' \(did you mean 'user_model'\?\)"),
         (f"{THIS}:ROOT", r"expected a function, found 'ROOT' of type \w*PosixPath"),
-        (f"{THIS}:number", r"expected the function to return an nn\.Module, found int"),
+        (f"{THIS}:number", r"expected the function to return an nn\.Module, or a task of three .*, found int"),
         (f"{THIS}:needs_width", r"found one that needs width, depth"),
         ("nets/mine.py:build", r"expected an import path, found a file; write nets\.mine:build"),
         (":build", r"expected module:function"),

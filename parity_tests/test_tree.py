@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("fsdp_eager", "fsdp_compiled")
-ROOMS = ("common", *ENGINES, "bench", "parity_tests")
+ROOMS = ("common", *ENGINES, "bench", "parity_tests", "examples")
 PAIRED = ("api", "bucket", "collectives", "parallelize", "param", "reshard", "schedule")
 MAX_LINES = 400
 
@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "fsdp_compiled": {"common", "fsdp_compiled"},
     "bench": {"common", "common.harness", "bench"},
     "parity_tests": {"common", "common.harness", *ENGINES, "parity_tests"},
+    "examples": {"common"},
 }
-"""Which rooms of our own each room may import; the engines are found by name, at run time."""
+"""Which rooms of our own each room may import; engines and examples are found by name, at run time."""
 TESTS_OF_BENCH = {
     f"parity_tests/{name}.py"
     for name in (
@@ -40,6 +41,7 @@ TESTS_OF_BENCH = {
         "test_cli",
         "test_explain",
         "test_fake_link",
+        "test_own_model",
         "test_random_configurations",
         "test_render",
         "test_scripts",
@@ -276,6 +278,8 @@ def test_tree_rules_name_modules_that_exist() -> None:
         (foreign_rooms, "bench/tables.py", "from parity_tests import faulty"),
         (foreign_rooms, "bench/tables.py", "import fsdp_eager"),
         (foreign_rooms, "parity_tests/test_plan.py", "from bench import tables"),
+        (foreign_rooms, "examples/my_engine.py", "from common.harness.train import train"),
+        (foreign_rooms, "common/task.py", "from examples import my_model"),
         (torch_fsdp_in_eager, "fsdp_eager/api.py", "from torch.distributed.fsdp import fully_shard"),
         (torch_fsdp_in_eager, "fsdp_eager/api.py", "from torch.distributed import fsdp"),
         (torch_fsdp_in_eager, "fsdp_eager/api.py", "import torch.distributed as dist\ndist.fsdp.fully_shard(m)"),

@@ -107,14 +107,14 @@ def with_batch_norm() -> nn.Module:
 
 
 class Labelled(nn.Module):
-    """Returns a dict, as models of some libraries do."""
+    """Returns a dict, as models of some libraries do, but calls its logits something else."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Bigram()
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": self.inner(tokens)}
+        return {"scores": self.inner(tokens)}
 
 
 def labelled() -> nn.Module:
