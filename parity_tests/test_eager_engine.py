@@ -189,12 +189,16 @@ def test_gather_launched_in_vain_is_dropped(pool: RankPool) -> None:
     ("reshard", "after_forward"), [("always", [0, 0, 0]), ("never", None)], ids=["always", "never"]
 )
 def test_resharding_frees_the_whole_parameters(pool: RankPool, reshard: str, after_forward: list[int] | None) -> None:
-    """A block's whole buffer has the bytes of its padded parameters while it runs, and 0 once it is resharded."""
+    """A block's whole buffer has the bytes of its padded parameters while it runs, and 0 once it is resharded.
+
+    Each parameter but the last takes whole lines of 32 elements, so that the next one begins aligned.
+    """
     ranks = 3
-    expected = [
-        sum(ranks * -(-p.shape[0] // ranks) * p[0].numel() * 4 for p in block.parameters())
+    sizes = [
+        [ranks * -(-p.shape[0] // ranks) * p[0].numel() for p in block.parameters()]
         for block in cases.make_net().blocks
     ]
+    expected = [4 * (sum(-(-size // 32) * 32 for size in block[:-1]) + block[-1]) for block in sizes]
     for seen in pool.run(cases.storage_bytes, reshard, ranks=ranks):
         assert seen["inside"] == expected
         assert seen["after_forward"] == (expected if after_forward is None else after_forward)
