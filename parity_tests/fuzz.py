@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import secrets
+import shlex
 import sys
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from common.errors import ConfigError, RankError
 from common.harness.grades import referee_job
 from common.harness.launch import RankPool
 from common.harness.train import run_job
-from parity_tests.strategies import LARGEST_RANKS, REFUSALS, Configuration, configurations, refusal
+from parity_tests.strategies import LARGEST_RANKS, REFUSALS, commands, refusal
 
 ROUND = 20
 """Examples that share a seed in the long form; each round begins with small jobs and ends at its first failure."""
@@ -76,28 +77,26 @@ class Hunt:
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
-        @given(configurations(backends=backends))
-        def each(configuration: Configuration) -> None:
-            self.judge(configuration)
+        @given(commands(backends=backends))
+        def each(command: str) -> None:
+            self.judge(command)
 
         each()
 
-    def judge(self, configuration: Configuration) -> None:
+    def judge(self, command: str) -> None:
         """Do what the command does, on our ranks: refuse it, or run every engine and the referee and judge them.
 
         Raises:
             Unequal, Broken: it does not hold, or does not run.
         """
         try:
-            options = parse(configuration.words)
+            options = parse(shlex.split(command)[1:])
             assert isinstance(options, CompareOptions)
             check(options.job, options.reference, options.engines, Path())
         except ConfigError as error:
             reason = refusal(str(error))
             if reason is None:
-                raise Broken(
-                    f"{configuration}\nis refused in a way that strategies.REFUSALS has not: {error}"
-                ) from None
+                raise Broken(f"{command}\nis refused in a way that strategies.REFUSALS has not: {error}") from None
             self.refused[reason] += 1
             return
         job, timeout_s = options.job, options.timeout_s
@@ -107,11 +106,11 @@ class Hunt:
             runs[REFEREE] = run_job(self.pool, "single", referee_job(job), timeout_s=timeout_s)
         except (ConfigError, RankError) as error:
             detail = error.detail if isinstance(error, RankError) else ""
-            raise Broken(f"{configuration}\n{type(error).__name__}: {error}\n{detail}") from None
+            raise Broken(f"{command}\n{type(error).__name__}: {error}\n{detail}") from None
         reports = judge(judged_pairs(job, options.reference, options.engines), runs)
         found = failures(reports, {name: record for name, (record, _) in runs.items()})
         if found:
-            raise Unequal("\n".join((str(configuration), *found)))
+            raise Unequal("\n".join((command, *found)))
         self.judged += 1
         self.grades.update(f"{report.reached}" for report in reports)
 

@@ -1,4 +1,4 @@
-"""Random jobs, each drawn as the words of the `fsdp-parity compare` that runs it, so that a failure is its own command.
+"""Random jobs, each drawn as the `fsdp-parity compare` that runs it, so that a failure is its own command.
 
 What a job may be grows with the engines: an option that the command line does not have is in `UNKNOWN_OPTIONS`, and
 one that it has is drawn here. Of combinations that cannot run, `REFUSALS` knows those that are refused before a rank
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -21,6 +20,7 @@ from torch import nn
 from common.gradient import Transport
 from common.job import OPTIMIZERS, PASSES, RESHARD, JobConfig
 from common.models import build_model
+from common.models.spec import CONFIGS
 from common.plan import CONTAINERS
 from common.policy import DTYPES
 
@@ -28,6 +28,7 @@ ENGINES = ("eager", "eager,torch-fsdp2", "eager,compiled", "eager,compiled,torch
 """The single process and its float64 run always take part; the compiled engine costs as much as ten others."""
 BYTES = 256
 """Token ids of the data that every user has, the standard library's source."""
+COMMAND = ("fsdp-parity", "compare")
 LARGEST_RANKS = 4
 LEARNING_RATES = {"sgd": "0.01", "adamw": "0.0001"}
 """Small, so that training is stable: the trends over steps bound how an error feeds on itself for such only."""
@@ -43,33 +44,14 @@ REFUSALS = {
 """Why a job that is drawn here may be refused, and the start of what the command line then says."""
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One random job.
-
-    Attributes:
-        words: of the command line.
-    """
-
-    words: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """What runs it."""
-        return shlex.join(("fsdp-parity", *self.words))
-
-    def __repr__(self) -> str:
-        return self.command
-
-
 def refusal(message: str) -> str | None:
     """The entry of `REFUSALS` that `message` belongs to."""
     return next((reason for reason, pattern in REFUSALS.items() if re.match(pattern, message)), None)
 
 
 @st.composite
-def configurations(draw: DrawFn, *, backends: Sequence[str] = ("aot_eager",)) -> Configuration:
-    """A job with its model and how it is sharded; `backends` are those of the compiled engine."""
+def commands(draw: DrawFn, *, backends: Sequence[str] = ("aot_eager",)) -> str:
+    """A job with its model and how it is sharded, as a command; `backends` are those of the compiled engine."""
     engines = draw(st.sampled_from(ENGINES))
     spec = draw(model_sizes())
     model = build_model(spec, seed=0, device="meta")
@@ -99,7 +81,7 @@ def configurations(draw: DrawFn, *, backends: Sequence[str] = ("aot_eager",)) ->
         options["disabled_passes"] = ",".join(draw(st.one_of(st.just([]), subsets(PASSES)))) or "none"
     unknown = draw(st.sampled_from((*[None] * 24, *UNKNOWN_OPTIONS)))
     words = [word for name, value in options.items() if value != DEFAULTS.get(name) for word in (_option(name), value)]
-    return Configuration(("compare", *words, *((unknown, UNKNOWN_OPTIONS[unknown]) if unknown else ())))
+    return shlex.join((*COMMAND, *words, *((unknown, UNKNOWN_OPTIONS[unknown]) if unknown else ())))
 
 
 @st.composite
@@ -115,12 +97,14 @@ def model_sizes(draw: DrawFn) -> str:
         "n_heads": heads,
         "ffn_dim": draw(st.integers(1, 40)),
         "vocab_size": BYTES + draw(st.integers(0, 30)),
-        "tied": str(draw(st.booleans())).lower(),
-        "bias": str(draw(st.booleans())).lower(),
+        "tied": draw(st.booleans()),
+        "bias": draw(st.booleans()),
     }
     if is_llama:
         fields["n_kv_heads"] = kv_heads
-    return ",".join(("llama-debug" if is_llama else "gpt-debug", *(f"{name}={fields[name]}" for name in fields)))
+    name = "llama-debug" if is_llama else "gpt-debug"
+    changed = {field: value for field, value in fields.items() if value != getattr(CONFIGS[name], field)}
+    return ",".join((name, *(f"{field}={str(value).lower()}" for field, value in changed.items())))
 
 
 @st.composite

@@ -32,7 +32,7 @@ def test_random_jobs_agree_on_every_engine(pool: RankPool, capsys: pytest.Captur
 
 @pytest.mark.parametrize("option", UNKNOWN_OPTIONS)
 def test_an_option_that_is_not_there_yet_is_refused(option: str) -> None:
-    """When the command line learns it, this fails: draw it in `strategies.configurations` from then on."""
+    """When the command line learns it, this fails: draw it in `strategies.commands` from then on."""
     with pytest.raises(ConfigError, match="unrecognized arguments") as error:
         parse(("compare", option, UNKNOWN_OPTIONS[option]))
     assert refusal(str(error.value)) is not None
