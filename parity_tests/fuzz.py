@@ -16,20 +16,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky
 
-from bench.judge import REFEREE, failures, judge, judged_pairs
+from bench.comparison import run_comparison
 from bench.options import CompareOptions, parse
 from bench.preflight import check
 from common.errors import ConfigError, RankError
-from common.harness.grades import referee_job
 from common.harness.launch import RankPool
-from common.harness.train import run_job
 from parity_tests.strategies import LARGEST_RANKS, REFUSALS, commands, refusal
 
 ROUND = 20
@@ -92,27 +90,22 @@ class Hunt:
         try:
             options = parse(shlex.split(command)[1:])
             assert isinstance(options, CompareOptions)
-            check(options.job, options.reference, options.engines, Path())
+            options = replace(options, job=check(options.job, options.reference, options.engines, options.out))
         except ConfigError as error:
             reason = refusal(str(error))
             if reason is None:
                 raise Broken(f"{command}\nis refused in a way that strategies.REFUSALS has not: {error}") from None
             self.refused[reason] += 1
             return
-        job, timeout_s = options.job, options.timeout_s
         try:
-            names = (options.reference, *options.engines)
-            runs = {name: run_job(self.pool, name, job, timeout_s=timeout_s) for name in names}
-            runs[REFEREE] = run_job(self.pool, "single", referee_job(job), timeout_s=timeout_s)
+            comparison, _ = run_comparison(self.pool, options, None, datetime.now().astimezone(), show=False)
         except (ConfigError, RankError) as error:
             detail = error.detail if isinstance(error, RankError) else ""
             raise Broken(f"{command}\n{type(error).__name__}: {error}\n{detail}") from None
-        reports = judge(judged_pairs(job, options.reference, options.engines), runs)
-        found = failures(reports, {name: record for name, (record, _) in runs.items()})
-        if found:
-            raise Unequal("\n".join((command, *found)))
+        if comparison.failures:
+            raise Unequal("\n".join((command, *comparison.failures)))
         self.judged += 1
-        self.grades.update(f"{report.reached}" for report in reports)
+        self.grades.update(f"{report.reached}" for report in comparison.reports)
 
     def told(self) -> str:
         """What was done, in lines."""
