@@ -59,6 +59,7 @@ class BenchRow:
         backend: what ran its compute, see `computed_by`; fusion is no merit of sharding.
         failures: why its figures do not count: the engine disagrees with the reference, or its collectives are not
             those of the plan. With one, the figures below are None.
+        asked, reached, margin: the grade against the reference, as in a `ParityReport`; None where nothing is judged.
         step_s: one step, the slowest rank's.
         tokens_per_s: of the whole batch; None where one rank stands for all, and for a task with batches of its own.
         compute_s: one step on the free link; None on a transport that is not emulated, since no free one moves data
@@ -83,6 +84,9 @@ class BenchRow:
     engine: str
     backend: str
     failures: tuple[str, ...] = ()
+    asked: str | None = None
+    reached: str | None = None
+    margin: float | None = None
     step_s: Spread | None = None
     tokens_per_s: float | None = None
     compute_s: float | None = None
@@ -121,13 +125,16 @@ def bench_rows(
     rows: list[BenchRow] = []
     base: TurnsByRank | None = None
     for engine, taken in turns.items():
-        backend = computed_by(engine, job)
+        row = BenchRow(engine, computed_by(engine, job))
+        if reports:
+            report = reports[engine]
+            row = replace(row, asked=report.asked.value, reached=report.reached and report.reached.value)
+            row = replace(row, margin=report.margin)
         found = failures([reports[engine]] if reports else [], {engine: records[engine]})
         if found:
-            rows.append(BenchRow(engine, backend, tuple(found)))
+            rows.append(replace(row, failures=tuple(found)))
             continue
-        row = _row(engine, backend, job, records[engine], taken, base, has_model)
-        rows.append(row)
+        rows.append(_with_figures(row, job, records[engine], taken, base, has_model))
         if len(rows) == 1:
             base = taken
     return rows
@@ -142,21 +149,15 @@ def computed_by(engine: str, job: JobConfig) -> str:
     return f"{job.block_backend} per block" if is_blockwise else "eager"
 
 
-def _row(
-    engine: str,
-    backend: str,
-    job: JobConfig,
-    record: RunRecord,
-    turns: TurnsByRank,
-    base: TurnsByRank | None,
-    has_model: bool,
+def _with_figures(
+    row: BenchRow, job: JobConfig, record: RunRecord, turns: TurnsByRank, base: TurnsByRank | None, has_model: bool
 ) -> BenchRow:
+    """The row with all that was measured."""
     steps = per_turn(turns, lambda step: step.step_s, max)
     compute = _compute(turns) if job.is_judged else steps
     step = Spread.of(steps)
-    row = BenchRow(
-        engine,
-        backend,
+    row = replace(
+        row,
         step_s=step,
         tokens_per_s=job.batch * job.seq / step.median if job.is_judged and job.seq else None,
         compute_s=statistics.median(compute) if compute else None,

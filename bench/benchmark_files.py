@@ -17,7 +17,7 @@ from typing import Any
 from bench.benchmark import BenchRow, Spread, TurnsByRank
 from bench.store import BENCH, naming, read_json
 from common.errors import ConfigError
-from common.harness.records import json_ready
+from common.harness.records import json_ready, number_of
 from common.job import JobConfig
 
 SCHEMA_VERSION = 1
@@ -109,4 +109,5 @@ def _cell(data: Mapping[str, Any]) -> Cell:
 
 def _row(data: Mapping[str, Any]) -> BenchRow:
     spreads = {name: data[name] and Spread(**data[name]) for name in ("step_s", "speed")}
-    return BenchRow(**{**data, **spreads, "failures": tuple(data["failures"])})
+    changed = {"failures": tuple(data["failures"]), "margin": number_of(data.get("margin"))}
+    return BenchRow(**{**data, **spreads, **changed})

@@ -11,8 +11,9 @@ from bench.benchmark import BenchRow, Spread
 from bench.benchmark_files import Benchmark, Cell
 from bench.documents import Document, Section, describe_job
 from bench.tables import frame
-from bench.views import as_text, format_number, format_size
+from bench.views import GRADE, as_text, format_grade, format_number, format_size
 
+_GRADE = ("asked", "reached", "margin")
 _FIGURES = (
     "compute_s",
     "busy_s",
@@ -83,8 +84,12 @@ def benchmark_table(benchmark: Benchmark) -> pd.DataFrame:
     """One row per cell and engine, at full precision."""
     cell_columns = ("link", "plan", "ranks", "reshard_after_forward", "block_backend", "disabled_passes")
     spreads = [f"{name}_{part}" for name in ("step_s", "speed") for part in ("median", "low", "high")]
-    rows = [_cell_columns(cell) | _figures(row) for cell in benchmark.cells for row in cell.rows]
-    return frame(rows, (*cell_columns, "engine", "backend", *spreads, *_FIGURES))
+    rows = [
+        _cell_columns(cell) | _figures(row) | {"against": benchmark.reference if row.asked else None}
+        for cell in benchmark.cells
+        for row in cell.rows
+    ]
+    return frame(rows, (*cell_columns, "engine", "backend", "against", *_GRADE, *spreads, *_FIGURES))
 
 
 def benchmark_view(benchmark: Benchmark) -> pd.DataFrame:
@@ -102,6 +107,7 @@ def benchmark_view(benchmark: Benchmark) -> pd.DataFrame:
         | {
             "engine": [row.engine for _, row in pairs],
             "backend": [row.backend for _, row in pairs],
+            GRADE: [format_grade(row.asked, row.reached, row.margin) for _, row in pairs],
             "step ms": [_spread(row.step_s, "{:.1f}", 1e3) for _, row in pairs],
             "tokens/s": column(lambda row: row.tokens_per_s, "{:,.0f}"),
             "compute ms": column(lambda row: row.compute_s, "{:.1f}", 1e3),
@@ -136,7 +142,11 @@ def _figures(row: BenchRow) -> dict[str, Any]:
         spread: Spread | None = getattr(row, name)
         for part in ("median", "low", "high"):
             figures[f"{name}_{part}"] = None if spread is None else getattr(spread, part)
-    return figures | {name: getattr(row, name) for name in _FIGURES} | {"failures": "; ".join(row.failures) or None}
+    return (
+        figures
+        | {name: getattr(row, name) for name in (*_GRADE, *_FIGURES)}
+        | {"failures": "; ".join(row.failures) or None}
+    )
 
 
 def _spread(spread: Spread | None, form: str, scale: float = 1.0) -> str | None:

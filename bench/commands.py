@@ -33,7 +33,7 @@ from bench.comparison import run_comparison, run_engines, save_run
 from bench.explain import Explanation
 from bench.explain import explain as explain_pair
 from bench.explanation_tables import explanation_document, full_document
-from bench.judge import REFEREE, judge, needs_referee
+from bench.judge import PEERS, REFEREE, judge, judging_jobs, needs_referee
 from bench.lanes import lanes_document
 from bench.listing import list_document
 from bench.options import (
@@ -54,7 +54,7 @@ from bench.store import Comparison, find_run, is_benchmark, load_comparison, mak
 from bench.trace_files import SUFFIX, load_steps
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
-from common.harness.compare import Grade, ParityReport, referee_job
+from common.harness.compare import Grade, ParityReport
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run
 from common.harness.stopwatch import Timing
@@ -184,7 +184,7 @@ def _time_cell(ranks: Ranks, options: BenchOptions, cell: BenchCell, folder: Pat
     pairs = [] if not job.is_judged else [(options.reference, engine) for engine in options.engines]
     runs: dict[str, Run] = {}
     if pairs:
-        jobs = {options.reference: job} | ({REFEREE: referee_job(job)} if needs_referee(job, pairs) else {})
+        jobs = {options.reference: job} | (judging_jobs(job) if needs_referee(job, pairs) else {})
         with ranks:
             runs = run_engines(ranks, jobs, folder, options.timeout_s, show=ranks.is_main)
     timing = Timing(link=link, steps=options.turn_steps, timeout_s=options.timeout_s, profile=options.profile)
@@ -260,7 +260,7 @@ def _bisect(ranks: Ranks, comparison: Comparison, runs: Mapping[str, Run], timeo
     """Take apart each candidate that is compiled, against what it was first judged against."""
     for report in {report.candidate: report for report in reversed(comparison.reports)}.values():
         bits = report.asked is Grade.BITWISE
-        known = {name: run for name, run in runs.items() if name in (report.reference, REFEREE)}
+        known = {name: run for name, run in runs.items() if name in (report.reference, REFEREE, *PEERS)}
         found = bisect(
             ranks, report.candidate, report.reference, comparison.job, bits=bits, known=known, timeout_s=timeout_s
         )

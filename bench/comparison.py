@@ -2,9 +2,9 @@
 
 In phases:
 
-1. run the engines in turn on the same ranks: the reference, the candidates, then the float64 referee if a grade needs
-   it; each record is written when its run ends, so that a later failure does not take it along;
-2. judge the pairs; where one fails that needed no referee, run it now, since it tells which weaker grade holds and what
+1. run the engines in turn on the same ranks: the reference, the candidates, then the float64 referee and the peers if a
+   grade needs them; each record is written when its run ends, so that a later failure does not take it along;
+2. judge the pairs; where one fails that needed no referee, run these now, since they tell which weaker grade holds and what
    is likely to be wrong.
 
 Under torchrun every rank goes through all of it and has the same comparison in the end; only rank 0 has a folder.
@@ -16,12 +16,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from bench.judge import REFEREE, Pair, judge, judged_pairs, needs_referee
+from bench.judge import PEERS, REFEREE, Pair, engine_of, judge, judged_pairs, judging_jobs, needs_referee
 from bench.options import CompareOptions
 from bench.progress import watch
 from bench.store import Comparison
 from bench.trace_files import save_trace
-from common.harness.compare import Grade, referee_job
+from common.harness.compare import Grade
 from common.harness.launch import Ranks
 from common.harness.records import Run, save_record
 from common.harness.train import RankResult, assemble, run_ranks
@@ -58,21 +58,20 @@ def run_comparison(
     if pairs is None:
         pairs = judged_pairs(job, options.reference, options.engines)
     jobs = {name: job for name in (options.reference, *options.engines)}
-    referee = {REFEREE: referee_job(job)}
     if needs_referee(job, pairs, grade):
-        jobs |= referee
+        jobs |= judging_jobs(job)
     show = show and ranks.is_main
     traced = options.engines if options.profile else ()
     runs = run_engines(ranks, jobs, folder, options.timeout_s, traced=traced, show=show)
     reports = judge(pairs, runs, grade)
     if REFEREE not in runs and not all(report.passed for report in reports):
-        runs |= run_engines(ranks, referee, folder, options.timeout_s, show=show)
+        runs |= run_engines(ranks, judging_jobs(job), folder, options.timeout_s, show=show)
         reports = judge(pairs, runs, grade)
     comparison = Comparison(
         created=created.isoformat(timespec="seconds"),
         job=job,
         reference=options.reference,
-        records={name: record for name, (record, _) in runs.items()},
+        records={name: record for name, (record, _) in runs.items() if name not in PEERS},
         reports=tuple(reports),
     )
     return comparison, runs
@@ -92,7 +91,7 @@ def run_engines(
     steps = next(iter(jobs.values())).steps
     with watch(list(jobs), steps, show=show) as watcher:
         for name, job in jobs.items():
-            engine = "single" if name == REFEREE else name
+            engine = engine_of(name)
             results = run_ranks(
                 ranks, engine, job, profile=name in traced, on_progress=watcher.begin(name), timeout_s=timeout_s
             )

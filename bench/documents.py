@@ -76,16 +76,20 @@ def comparison_document(comparison: Comparison) -> Document:
 
 def _sections(comparison: Comparison) -> tuple[Section, ...]:
     records, reports = comparison.records, comparison.reports
-    verdict, loss = tables.verdict_table(reports), tables.loss_table(records)
-    gradients, memory = tables.gradient_table(reports), tables.memory_table(records)
-    collectives = tables.collective_table(records)
+    graded = {report.candidate: report for report in reports if report.reference == comparison.reference}
+    verdict, loss = tables.verdict_table(reports), tables.loss_table(records, graded)
+    gradients, memory = tables.gradient_table(reports), tables.memory_table(records, graded)
+    collectives = tables.collective_table(records, graded)
     return (
         Section(
             "verdict",
             "Parity",
             verdict,
             views.view_verdict(verdict),
-            ("margin: how many times the limit of the asked grade exceeds the error, at the tightest of its checks",),
+            (
+                "margin: how many times the limit of the asked grade exceeds the error, at the tightest of its checks",
+                *_unjudged(comparison),
+            ),
         ),
         Section("loss", "Loss", loss, views.view_loss(loss), _loss_notes(comparison.job.steps)),
         Section(
@@ -99,6 +103,7 @@ def _sections(comparison: Comparison) -> tuple[Section, ...]:
             ),
         ),
         Section("parameters", "Gradients of step 0, by parameter", tables.parameter_table(reports)),
+        Section("trends", "Errors over steps", tables.trend_table(reports)),
         Section(
             "memory",
             "Memory",
@@ -174,6 +179,20 @@ def describe_job(job: JobConfig) -> str:
         + (f", without {' and '.join(job.disabled_passes)}" if job.disabled_passes else "")
         + (f", blocks of other engines {job.block_backend}" if job.block_backend != "eager" else "")
     )
+
+
+def _unjudged(comparison: Comparison) -> tuple[str, ...]:
+    """Which steps of which pair say nothing; see [Note: error over steps] in `common.harness.grades`."""
+    notes = []
+    for report in comparison.reports:
+        known = [row.judged_steps for row in report.trends if row.limit is not None and row.judged_steps is not None]
+        if known and min(known) < comparison.job.steps:
+            notes.append(
+                f"{report.candidate} against {report.reference}: some numbers are judged in {min(known)} of "
+                f"{comparison.job.steps} steps; in the others a gradient of zero would pass, so much does training "
+                "make of a rounding"
+            )
+    return tuple(notes)
 
 
 def _loss_notes(steps: int) -> tuple[str, ...]:

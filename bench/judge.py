@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from common.engine import SHORT_NAMES
-from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade
+from common.harness import peers
+from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade, referee_job
 from common.harness.records import Run, RunRecord
 from common.job import JobConfig
 
 REFEREE = "float64"
 """What the referee's run is called in tables and files; its engine is `single`."""
+
+PEERS = {"rounded-1": peers.PEERS[0], "rounded-2": peers.PEERS[1]}
+"""What the peers' runs are called in files, and their engines; no table holds them."""
 
 _MAIN_PAIR = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
 _MOST_TRUSTED_FIRST = tuple(
@@ -41,15 +45,30 @@ def needs_referee(job: JobConfig, pairs: Sequence[Pair], grade: Grade | None = N
     return any((grade or expected_grade(job, *pair)) is not Grade.BITWISE for pair in pairs)
 
 
+def judging_jobs(job: JobConfig) -> dict[str, JobConfig]:
+    """The runs that judging `job` by float64 takes: the referee, and the peers where there is more than one step."""
+    return {REFEREE: referee_job(job)} | (dict.fromkeys(PEERS, job) if job.steps > 1 else {})
+
+
+def engine_of(name: str) -> str:
+    """The engine of the run called `name`."""
+    return "single" if name == REFEREE else PEERS.get(name, name)
+
+
 def judge(pairs: Sequence[Pair], runs: Mapping[str, Run], grade: Grade | None = None) -> list[ParityReport]:
     """A report for each pair.
 
     Args:
-        runs: by engine name, the referee's under `REFEREE` if there is one.
+        runs: by name: that of the engine, `REFEREE` and those of `PEERS`, as far as there are any.
         grade: what to ask of each; None is the strictest that the pair can keep.
     """
-    referee = runs.get(REFEREE)
-    return [compare_runs(runs[reference], runs[engine], referee, grade=grade) for reference, engine in pairs]
+    return [judge_pair(runs[reference], runs[engine], runs, grade) for reference, engine in pairs]
+
+
+def judge_pair(reference: Run, candidate: Run, runs: Mapping[str, Run], grade: Grade | None = None) -> ParityReport:
+    """A report on two runs; of `runs` the referee and the peers count."""
+    others = [runs[name] for name in PEERS if name in runs]
+    return compare_runs(reference, candidate, runs.get(REFEREE), peers=others, grade=grade)
 
 
 def is_main(report: ParityReport) -> bool:

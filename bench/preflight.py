@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from bench.chance import find_draw
-from bench.judge import REFEREE
+from bench.judge import PEERS, REFEREE
 from bench.parser import torchrun_ranks
 from bench.store import REPORT
 from common.blocks import check_blocks
@@ -135,7 +135,7 @@ def _processes_here(job: JobConfig) -> int:
 
 
 def _load_engine(name: str) -> None:
-    if name in (REFEREE, REPORT):
+    if name in (REFEREE, *PEERS, REPORT):
         raise ConfigError(f"engine {name!r}: a run has a file of that name that is no engine's; rename the module")
     try:
         load_engine(name)

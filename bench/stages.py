@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from bench.judge import REFEREE, collective_rows
+from bench.judge import collective_rows, engine_of, judge_pair, judging_jobs
 from bench.progress import watch
 from common.engine import BLOCKWISE, SHORT_NAMES
-from common.harness.compare import compare_runs, referee_job
 from common.harness.launch import Ranks
 from common.harness.records import Run, row_of
 from common.harness.replay import may_compile, walkable
@@ -130,7 +129,7 @@ def bisect(
     Args:
         ranks: open.
         bits: whether equal bits are asked of the whole.
-        known: runs of `job` that there are already, by engine, the referee's under `REFEREE`.
+        known: runs of `job` that there are already, by name as for `bench.judge.judge`.
         timeout_s: for each stage.
 
     Returns:
@@ -140,16 +139,15 @@ def bisect(
     if not stages:
         return None
     runs = dict(known or {})
-    jobs = {name: its_job for name, its_job in ((reference, job), (REFEREE, referee_job(job))) if name not in runs}
-    names = {REFEREE: "single", reference: reference}
+    jobs = {name: its_job for name, its_job in ({reference: job} | judging_jobs(job)).items() if name not in runs}
     rows = []
     with watch([*jobs, *(f"{engine}, {stage}" for stage in stages)], job.steps, show=ranks.is_main) as watcher:
         for name, its_job in jobs.items():
-            runs[name] = run_job(ranks, names[name], its_job, on_progress=watcher.begin(name), timeout_s=timeout_s)
+            runs[name] = run_job(ranks, engine_of(name), its_job, on_progress=watcher.begin(name), timeout_s=timeout_s)
         for stage, its_job in stages.items():
             on_progress = watcher.begin(f"{engine}, {stage}")
             run = run_job(ranks, engine, its_job, on_progress=on_progress, timeout_s=timeout_s)
-            rows.append(_row(stage, run, compare_runs(runs[reference], run, runs[REFEREE])))
+            rows.append(_row(stage, run, judge_pair(runs[reference], run, runs)))
     return Bisection(engine, reference, bits, tuple(rows))
 
 

@@ -3,6 +3,7 @@
 runs/<time>-<model>-<ranks>ranks-<dtype>/report.json      job, order of the engines, one ParityReport per pair
                                          <engine>.json    see `common.harness.records`; so are the gradients
                                          float64.json     the referee's
+                                         rounded-1.json   a peer's; so rounded-2
 """
 
 from __future__ import annotations

@@ -18,7 +18,14 @@ import pandas as pd
 from bench.baseline import Change
 from bench.judge import REFEREE, CollectiveRow, collective_rows
 from common.harness.records import RunRecord
-from common.harness.report import ParamRow, ParityReport
+from common.harness.report import ParamRow, ParityReport, TrendRow
+
+GRADE = ("against", "asked", "reached", "margin")
+"""In every table: the grade that was asked of an engine, the one it reached, and how far it stays under the limits.
+
+Where a row belongs to an engine it is the grade against the reference; the margin is that of the whole comparison, but
+of a row that is about one check, its own.
+"""
 
 
 def frame(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -26,17 +33,22 @@ def frame(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataF
     return pd.DataFrame(list(rows), columns=list(columns), dtype=object)
 
 
+def grade_of(report: ParityReport | None) -> dict[str, Any]:
+    """The columns `GRADE`; empty for an engine that is not judged."""
+    if report is None:
+        return dict.fromkeys(GRADE)
+    reached = report.reached and str(report.reached)
+    return {"against": report.reference, "asked": str(report.asked), "reached": reached, "margin": report.margin}
+
+
 def verdict_table(reports: Iterable[ParityReport]) -> pd.DataFrame:
     """One row per judged pair."""
-    columns = ("engine", "against", "asked", "reached", "margin", "passed", "first_difference", "reason")
+    columns = ("engine", *GRADE, "passed", "first_difference", "reason")
     return frame(
         (
             {
                 "engine": report.candidate,
-                "against": report.reference,
-                "asked": str(report.asked),
-                "reached": report.reached and str(report.reached),
-                "margin": report.margin,
+                **grade_of(report),
                 "passed": report.passed,
                 "first_difference": _place(report),
                 "reason": report.reasons[0] if report.reasons else None,
@@ -47,15 +59,19 @@ def verdict_table(reports: Iterable[ParityReport]) -> pd.DataFrame:
     )
 
 
-def loss_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
-    """One row per step and engine: the loss of the whole batch, and the norm of the whole gradient."""
+def loss_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:
+    """One row per step and engine: the loss of the whole batch, and the norm of the whole gradient.
+
+    Args:
+        graded: by engine, the report against the reference.
+    """
     return frame(
         (
-            {"step": step, "engine": engine, "loss": loss, "grad_norm": norm}
+            {"step": step, "engine": engine, "loss": loss, "grad_norm": norm, **grade_of(graded.get(engine))}
             for engine, record in records.items()
             for step, (loss, norm) in enumerate(zip(record.mean_losses, record.grad_norms, strict=True))
         ),
-        ("step", "engine", "loss", "grad_norm"),
+        ("step", "engine", "loss", "grad_norm", *GRADE),
     )
 
 
@@ -64,7 +80,7 @@ def gradient_table(reports: Iterable[ParityReport]) -> pd.DataFrame:
     return frame(
         (_gradient_row(report) for report in reports),
         (
-            *("engine", "against", "asked", "reached", "params_bitwise", "params", "worst_param"),
+            *("engine", *GRADE, "params_bitwise", "params", "worst_param"),
             *("relative_distance", "error", "reference_error", "ratio", "limit", "row_error", "row_limit", "max_ulp"),
         ),
     )
@@ -74,15 +90,32 @@ def parameter_table(reports: Iterable[ParityReport]) -> pd.DataFrame:
     """One row per judged pair and parameter: the gradient of step 0."""
     return frame(
         (
-            {"engine": each.candidate, "against": each.reference, **asdict(row)}
+            {"engine": each.candidate, **grade_of(each), "margin": _own_margin(row), **asdict(row)}
             for each in reports
             for row in each.params
         ),
-        ("engine", "against", *(field.name for field in fields(ParamRow))),
+        ("engine", *GRADE, *(field.name for field in fields(ParamRow))),
     )
 
 
-def memory_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
+def trend_table(reports: Iterable[ParityReport]) -> pd.DataFrame:
+    """One row per judged pair and number that is followed over steps."""
+    return frame(
+        (
+            {
+                "engine": each.candidate,
+                **grade_of(each),
+                "margin": _margin(row.candidate_error, row.limit),
+                **asdict(row),
+            }
+            for each in reports
+            for row in each.trends
+        ),
+        ("engine", *GRADE, *(field.name for field in fields(TrendRow))),
+    )
+
+
+def memory_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:
     """One row per engine: bytes of live tensors, the most of any rank; the referee's are of no interest."""
     return frame(
         (
@@ -95,19 +128,24 @@ def memory_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
                 "reserved_bytes": max(
                     (peak.reserved_bytes for peak in record.memory if peak.reserved_bytes), default=None
                 ),
+                **grade_of(graded.get(engine)),
             }
             for engine, record in records.items()
             if engine != REFEREE
         ),
-        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "reserved_bytes"),
+        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "reserved_bytes", *GRADE),
     )
 
 
-def collective_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
+def collective_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:
     """One row per engine, phase and kind: one step on rank 0, counted and predicted."""
     return frame(
-        (asdict(row) for engine, record in records.items() for row in collective_rows(engine, record)),
-        [field.name for field in fields(CollectiveRow)],
+        (
+            asdict(row) | grade_of(graded.get(engine))
+            for engine, record in records.items()
+            for row in collective_rows(engine, record)
+        ),
+        (*(field.name for field in fields(CollectiveRow)), *GRADE),
     )
 
 
@@ -139,9 +177,7 @@ def _gradient_row(report: ParityReport) -> dict[str, Any]:
     distances = [row.max_ulp for row in report.params if row.max_ulp is not None]
     return {
         "engine": report.candidate,
-        "against": report.reference,
-        "asked": str(report.asked),
-        "reached": report.reached and str(report.reached),
+        **grade_of(report),
         "params_bitwise": sum(row.bitwise for row in report.params),
         "params": len(report.params),
         "worst_param": worst and worst.name,
@@ -154,6 +190,19 @@ def _gradient_row(report: ParityReport) -> dict[str, Any]:
         "row_limit": worst and worst.row_limit,
         "max_ulp": max(distances, default=None),
     }
+
+
+def _own_margin(row: ParamRow) -> float | None:
+    """The smaller of the margins of a whole gradient and of its worst row."""
+    margins = [_margin(row.candidate_error, row.limit), _margin(row.candidate_row_error, row.row_limit)]
+    return min((margin for margin in margins if margin is not None), default=None)
+
+
+def _margin(error: float | None, limit: float | None) -> float | None:
+    """How many times `limit` exceeds `error`; None where there is no limit."""
+    if error is None or limit is None:
+        return None
+    return limit / error if error else math.inf
 
 
 def _badness(row: ParamRow) -> tuple[bool, float]:

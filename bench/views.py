@@ -16,7 +16,9 @@ from bench.baseline import Status
 MAX_STEPS = 12
 """A longer run shows this many of its steps, the first and the last among them."""
 NONE = "-"
-PASS, FAIL, MISMATCH, UNJUDGED = "PASS", "FAIL", "MISMATCH", "no formula"
+PASS, FAIL, MISMATCH, UNJUDGED, UNREACHED = "PASS", "FAIL", "MISMATCH", "no formula", "none"
+GRADE = "asked / reached"
+"""Title of the column that holds a grade in short."""
 
 
 def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
@@ -27,7 +29,7 @@ def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
             "against": table["against"],
             "asked": table["asked"],
             "reached": table["reached"],
-            "margin": [format_number(value, "{:.3g}x") for value in table["margin"]],
+            "margin": [format_margin(value) for value in table["margin"]],
             "verdict": [PASS if passed else FAIL for passed in table["passed"]],
             "first difference": table["first_difference"],
         }
@@ -35,12 +37,15 @@ def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def view_loss(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per step shown, one column per engine."""
-    wide = table.pivot(index="step", columns="engine", values="loss")[list(dict.fromkeys(table["engine"]))]
+    """One row per step shown, one column per engine; below them the grade of each."""
+    first = table.drop_duplicates("engine").set_index("engine")
+    wide = table.pivot(index="step", columns="engine", values="loss")[list(first.index)]
     shown = shown_steps(len(wide))
-    columns: dict[str, Iterable[Any]] = {"step": shown}
+    columns: dict[str, Iterable[Any]] = {"step": [*shown, "asked", "reached", "margin"]}
     for engine in wide.columns:
-        columns[str(engine)] = [format_number(loss, "{:.7f}") for loss in wide[engine].iloc[shown]]
+        asked, reached, margin = first.loc[engine, ["asked", "reached", "margin"]]
+        losses = (format_number(loss, "{:.7f}") for loss in wide[engine].iloc[shown])
+        columns[str(engine)] = [*losses, asked, asked and (reached or UNREACHED), format_margin(margin)]
     return as_text(columns)
 
 
@@ -60,6 +65,7 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
             "against": table["against"],
             "asked": table["asked"],
             "reached": table["reached"],
+            "margin": [format_margin(value) for value in table["margin"]],
             "bitwise": [f"{same} of {total}" for same, total in equal],
             "worst parameter": table["worst_param"],
             "error": [format_number(value, "{:.2e}") for value in table["error"]],
@@ -82,7 +88,7 @@ def view_memory(table: pd.DataFrame) -> pd.DataFrame:
     }
     if any(value is not None for value in table["reserved_bytes"]):
         columns["reserved"] = [format_size(value) for value in table["reserved_bytes"]]
-    return as_text(columns)
+    return as_text(columns | {GRADE: format_grades(table)})
 
 
 def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
@@ -98,6 +104,7 @@ def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
             "predicted": table["predicted_count"],
             "predicted size": [format_size(value) for value in table["predicted_bytes"]],
             "ok?": [marks[value] for value in table["ok"]],
+            GRADE: format_grades(table),
         }
     )
 
@@ -137,6 +144,24 @@ def format_number(value: float | None, form: str) -> str | None:
     if value is None:
         return None
     return form.format(value) if math.isfinite(value) else str(value)
+
+
+def format_margin(margin: float | None) -> str | None:
+    """How many times the limit exceeds the error."""
+    return format_number(margin, "{:.3g}x")
+
+
+def format_grades(table: pd.DataFrame) -> list[str | None]:
+    """The columns asked, reached and margin in one, such as "compiler / reduction-order 5.2x"."""
+    rows = zip(table["asked"], table["reached"], table["margin"], strict=True)
+    return [format_grade(*row) for row in rows]
+
+
+def format_grade(asked: str | None, reached: str | None, margin: float | None) -> str | None:
+    """A grade in short; None where none was asked."""
+    if asked is None:
+        return None
+    return " ".join(filter(None, (f"{asked} / {reached or UNREACHED}", format_margin(margin))))
 
 
 def format_size(size: int | None) -> str | None:

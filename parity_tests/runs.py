@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from common.harness.grades import referee_job
 from common.harness.launch import RankPool
+from common.harness.peers import PEERS
 from common.harness.records import CollectiveCount, Run
 from common.harness.train import run_job
 from common.job import JobConfig
@@ -28,6 +29,10 @@ class Runs:
     def referee(self, job: JobConfig) -> Run:
         """The float64 run of `job` on one process."""
         return self("single", referee_job(job))
+
+    def peers(self, job: JobConfig) -> list[Run]:
+        """The runs of `job` from weights that were rounded once more."""
+        return [self(engine, job) for engine in PEERS]
 
 
 def counts(run: Run, *, keep: Callable[[CollectiveCount], bool] = lambda _: True) -> dict[tuple[str, str], int]:

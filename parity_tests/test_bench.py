@@ -7,6 +7,7 @@ time slept in the link is looked at, which engines that wait for everything cann
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.benchmark import FASTER, SAME, SLOWER, BenchRow, Spread, bench_rows, computed_by, per_turn, verdict_of
-from bench.benchmark_files import Benchmark, Cell
+from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark
 from bench.benchmark_tables import benchmark_table, benchmark_view
 from bench.documents import describe_job
 from bench.options import BenchOptions, parse
@@ -271,6 +272,22 @@ def test_swept_passes_are_a_column() -> None:
     assert described[1].endswith("backend aot_eager, without bucket_gathers and prefetch_gathers")
 
 
+def test_rows_of_a_benchmark_tell_the_grade(tmp_path: Path) -> None:
+    """Asked, reached and margin, for machines and in one column for people; read again they are what was written."""
+    graded = [("reduction-order", "bitwise", math.inf), ("compiler", None, 0.25), ("bitwise", "bitwise", None)]
+    rows = [BenchRow(f"e{i}", "eager", (), *grade) for i, grade in enumerate(graded)]
+    unjudged = BenchRow("e3", "eager")
+    benchmark = Benchmark("", "single", (), "", (Cell(JobConfig(), "none", "", (*rows, unjudged)),))
+    save_benchmark(tmp_path, benchmark)
+    assert load_benchmark(tmp_path) == benchmark
+    table = benchmark_table(benchmark)
+    assert list(zip(table["asked"], table["reached"], table["margin"], strict=True)) == [*graded, (None, None, None)]
+    assert list(table["against"]) == ["single"] * 3 + [None]
+    assert list(benchmark_view(benchmark)["asked / reached"]) == [
+        *("reduction-order / bitwise inf", "compiler / none 0.25x", "bitwise / bitwise", "-")
+    ]
+
+
 def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
     """An engine that sums gradients is timed in vain: its row says why, the others' figures stand, exit code 1."""
     words = (*TINY, "--link", "gloo", "--engines", f"ddp,{ENGINES}.summing", "--out", str(tmp_path))
@@ -280,6 +297,8 @@ def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
     right, wrong = ran.json["cells"][0]["rows"]
     assert wrong["step_s"] is None and "reached none" in wrong["failures"][0]
     assert right["step_s"] is not None and right["busy_s"] is None  # gloo has no time model
+    assert (right["asked"], wrong["asked"], wrong["reached"]) == ("reduction-order", "reduction-order", None)
+    assert right["margin"] > 1 > wrong["margin"]
     assert "BENCH: engines without figures do not agree" in call("show", "latest", "--out", str(tmp_path)).out
 
 

@@ -140,7 +140,9 @@ def test_json_holds_everything(frozen: Comparison) -> None:
     assert document["schema"] == 1
     assert covers(document, report)
     assert covers(document["records"], {name: stored(name) for name in ENGINES})
-    assert list(document["tables"]) == ["verdict", "loss", "gradients", "parameters", "memory", "collectives"]
+    assert list(document["tables"]) == [
+        *("verdict", "loss", "gradients", "parameters", "trends", "memory", "collectives")
+    ]
     assert len(document["tables"]["parameters"]) == 3 * len(report["comparisons"])
 
 
@@ -149,7 +151,7 @@ def test_csv_gives_back_each_table(frozen: Comparison) -> None:
     everything = pd.read_csv(io.StringIO(text(frozen, "csv")), dtype=str)
     assert everything.columns[0] == "table"
     loss = everything.query("table == 'loss'").dropna(axis=1, how="all")
-    assert set(loss.columns) == {"table", "step", "engine", "loss", "grad_norm"}
+    assert set(loss.columns) == {"table", "step", "engine", "loss", "grad_norm", *tables.GRADE}
     for name in ENGINES:
         record, rows = stored(name), loss[loss["engine"] == name]
         assert rows["step"].tolist() == [str(step) for step in range(14)]
@@ -178,6 +180,42 @@ def test_text_formats_begin_with_the_verdict(form: str, frozen: Comparison) -> N
     for number in ("5.4622669", "4.1732234", "56.79 kB", "12.31 kB", "2.87e-06", "4.62x", "1 of 3"):
         assert number in shown
     assert "torch 2." in shown and "bigram" in shown
+
+
+def test_every_table_tells_the_grade(frozen: Comparison) -> None:
+    """Asked, reached and margin stand in each row of a judged engine: against the reference, or of the row's own pair.
+
+    A row about one check has that check's margin, and the smallest of a pair's margins is the pair's.
+    """
+    reports = {(each["candidate"], each["reference"]): each for each in stored("report")["comparisons"]}
+    document = comparison_document(frozen)
+    for section in document.sections:
+        judged = [row for row in section.data.to_dict(orient="records") if row["engine"] not in ("single", "float64")]
+        assert judged
+        for row in judged:
+            report = reports[row["engine"], row["against"]]
+            assert (row["asked"], row["reached"]) == (report["asked"], report["reached"])
+            if section.name not in ("parameters", "trends"):
+                assert row["against"] == "single" or section.name in ("verdict", "gradients")
+                assert row["margin"] == report["margin"]
+            elif report["asked"] != "bitwise":
+                assert row["margin"] >= report["margin"]
+        if section.view is not None:
+            shown = section.view.to_string()
+            assert "reduction-order" in shown and "4.62x" in shown, section.name
+    checks = pd.concat([section.data for section in document.sections if section.name in ("parameters", "trends")])
+    for (engine, against), report in reports.items():
+        own = checks[(checks["engine"] == engine) & (checks["against"] == against)]["margin"]
+        assert report["asked"] == "bitwise" or own.min() == pytest.approx(report["margin"])
+
+
+def test_engines_that_are_not_judged_have_no_grade(frozen: Comparison) -> None:
+    """The reference and the referee: nothing was asked of them."""
+    loss = tables.loss_table(frozen.records, {report.candidate: report for report in frozen.reports[1:]})
+    for engine in ("single", "float64"):
+        rows = loss[loss["engine"] == engine]
+        assert all(value is None for name in tables.GRADE for value in rows[name])
+        assert views.view_loss(loss)[engine].tolist()[-3:] == [views.NONE] * 3
 
 
 @pytest.mark.parametrize("form", TEXT_FORMATS)
@@ -249,8 +287,8 @@ def test_collective_table_pairs_counts_with_predictions(frozen: Comparison) -> N
         collectives=[CollectiveCount("forward", "all_gather", 2, 100), CollectiveCount("forward", "broadcast", 1, 8)],
         predicted=[CollectiveCount("forward", "all_gather", 2, 104), CollectiveCount("backward", "all_gather", 2, 104)],
     )
-    table = tables.collective_table({"eager": record, "ddp": replace(record, predicted=None)})
-    rows = [tuple(row.values())[1:] for row in table.to_dict(orient="records")]
+    table = tables.collective_table({"eager": record, "ddp": replace(record, predicted=None)}, {})
+    rows = [tuple(row.values())[1:-4] for row in table.to_dict(orient="records")]
     assert rows == [
         ("forward", "all_gather", 2, 100, 2, 104, False),
         ("forward", "broadcast", 1, 8, 0, 0, False),
@@ -265,7 +303,7 @@ def test_memory_is_the_most_of_any_rank(frozen: Comparison) -> None:
     ranks = stored("eager")["memory"]
     ranks[1]["peak_bytes"] += 7
     memory = [replace(old, **new) for old, new in zip(frozen.records["eager"].memory, ranks, strict=True)]
-    table = tables.memory_table({**frozen.records, "eager": replace(frozen.records["eager"], memory=memory)})
+    table = tables.memory_table({**frozen.records, "eager": replace(frozen.records["eager"], memory=memory)}, {})
     assert table["engine"].tolist() == ENGINES[:-1]
     (row,) = table[table["engine"] == "eager"].to_dict(orient="records")
     assert (row["ranks"], row["start_bytes"], row["peak_bytes"]) == (2, ranks[1]["start_bytes"], ranks[1]["peak_bytes"])
@@ -322,7 +360,8 @@ def test_html_is_one_page_that_needs_no_other(frozen: Comparison) -> None:
     assert page.addresses == [] and len(page.tables) == 5
     assert page.tables[0][1][0] == "<b>&"
     loss = page.tables[1]
-    assert loss[0] == ["step", *ENGINES] and loss[1][:2] == ["0", "5.4622669"] and loss[-1][0] == "13"
+    assert loss[0] == ["step", *ENGINES] and loss[1][:2] == ["0", "5.4622669"] and loss[-4][0] == "13"
+    assert [row[0] for row in loss[-3:]] == ["asked", "reached", "margin"]
     assert all(len(row) == len(table[0]) for table in page.tables for row in table)
 
 
@@ -346,6 +385,7 @@ def test_sizes_have_the_unit_that_suits_them(frozen: Comparison) -> None:
     """Decimal units, as in the predicted column of a paper; bytes are whole."""
     sizes = [0, 999, 1000, 336_000, 1_940_488, 32_121_044_992, 7 * 10**15]
     others = {"engine": "e", "ranks": 1, "peak_bytes": 0, "step_bytes": None, "reserved_bytes": None}
+    others |= tables.grade_of(None)
     rows = [{**others, "start_bytes": size} for size in sizes]
     table = tables.frame(rows, list(rows[0]))
     shown = views.view_memory(table)["at start"].tolist()

@@ -1,18 +1,20 @@
 """Two runs against their float64 referee: every error that a grade bounds, beside its bound.
 
 at step 0       the gradient of each parameter, relative L2 error
-over steps      loss, whole gradient norm, gradient norm of each parameter: root mean square of the relative error
+over steps      loss, whole gradient norm, gradient norm of each parameter: the relative error of each step in units of
+                what rounding may come to by then, see [Note: error over steps] in `grades`; root mean square
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from common.harness.distance import relative_error, worst_row_error
-from common.harness.grades import ErrorBound, Grade, root_mean_square
+from common.harness.grades import ErrorBound, Grade, Z, root_mean_square
 from common.harness.records import Run, RunRecord
 from common.job import JobConfig
 
@@ -36,6 +38,7 @@ class Check:
         kind: a step-0 gradient, its worst row, or a number over steps.
         what: for a message.
         param: the parameter it is of; None for loss and whole norm.
+        judged_steps: how many steps say something; None for a check of step 0.
     """
 
     kind: Kind
@@ -44,6 +47,7 @@ class Check:
     reference_error: float
     candidate_error: float
     limit: float
+    judged_steps: int | None = None
 
     @property
     def margin(self) -> float:
@@ -56,8 +60,12 @@ class Check:
         return self.candidate_error <= self.limit
 
 
-def check_errors(grade: Grade, reference: Run, candidate: Run, referee: Run) -> list[Check]:
-    """Everything that `grade`, not `BITWISE`, bounds; the runs hold the same parameters and steps."""
+def check_errors(grade: Grade, reference: Run, candidate: Run, referee: Run, peers: Sequence[Run] = ()) -> list[Check]:
+    """Everything that `grade`, not `BITWISE`, bounds; the runs hold the same parameters and steps.
+
+    Args:
+        peers: draws of what rounding does over steps, besides the reference.
+    """
     bound = ErrorBound.of(
         grade,
         JobConfig.from_dict(candidate[0].job),
@@ -66,7 +74,7 @@ def check_errors(grade: Grade, reference: Run, candidate: Run, referee: Run) -> 
     )
     return [
         *_at_step_0(bound, reference, candidate, referee),
-        *_over_steps(bound, reference, candidate, referee),
+        *_over_steps(bound, reference, candidate, referee, peers),
     ]
 
 
@@ -89,43 +97,72 @@ def _at_step_0(bound: ErrorBound, reference: Run, candidate: Run, referee: Run) 
         yield Check(Kind.ROW, what, name, their_error, our_error, limit)
 
 
-def _over_steps(bound: ErrorBound, reference: Run, candidate: Run, referee: Run) -> list[Check]:
+@dataclass(frozen=True)
+class _Series:
+    """One number over steps.
+
+    Attributes:
+        read: takes it from a record, [step].
+        floors: [step], see [Note: error over steps].
+        is_norm: of a gradient; the loss has little in common with those.
+    """
+
+    what: str
+    param: str | None
+    read: Callable[[RunRecord], list[float]]
+    floors: list[float]
+    is_norm: bool = True
+
+    def errors(self, run: Run, truth: RunRecord) -> list[float]:
+        """[step], relative errors of `run` in units of the floors; what is not a number is infinitely far off."""
+        errors = []
+        rows = zip(self.read(run[0]), self.read(truth), truth.grad_norms, self.floors, strict=True)
+        for value, true, norm, floor in rows:
+            scale = max(abs(true), NEGLIGIBLE * norm) * floor
+            error = abs(value - true) / scale if scale else float(value != true)
+            errors.append(error if math.isfinite(error) else math.inf)
+        return errors
+
+
+def _over_steps(
+    bound: ErrorBound, reference: Run, candidate: Run, referee: Run, peers: Sequence[Run]
+) -> Iterator[Check]:
+    truth = referee[0]
+    series = list(_followed(bound, reference, referee))
+    draws = [[each.errors(run, truth) for run in (reference, *peers)] for each in series]
+    of_params = [
+        errors for each, drawn in zip(series, draws, strict=True) if each.param is not None for errors in drawn
+    ]
+    common = _most_so_far(of_params)
+    for each, drawn in zip(series, draws, strict=True):
+        scales = bound.scales(each.floors, _most_so_far(drawn), common if each.is_norm else [0.0] * len(common))
+        judged = [step for step, scale in enumerate(scales) if scale * Z < 1]
+        theirs, ours = (
+            root_mean_square([errors[step] * each.floors[step] / scales[step] for step in judged])
+            for errors in (drawn[0], each.errors(candidate, truth))
+        )
+        yield Check(Kind.TREND, f"{each.what} over steps", each.param, theirs, ours, Z, len(judged))
+
+
+def _followed(bound: ErrorBound, reference: Run, referee: Run) -> Iterator[_Series]:
+    """Loss, whole gradient norm, norm of each parameter's gradient."""
     truth = referee[0]
     errors = gradient_errors(reference, referee)
     norms = truth.param_norms[0]
     # of the whole gradient: the parameters' errors in quadrature, each by its share
     whole = math.hypot(*(errors[name] * norms[name] for name in errors)) / (truth.grad_norms[0] or 1.0)
     steps = len(truth.losses)
-
-    def check(
-        what: str,
-        series: Callable[[RunRecord], list[float]],
-        limit: Callable[[float], float],
-        param: str | None = None,
-    ) -> Check:
-        theirs, ours = (_rms_error(series(run[0]), series(truth), truth.grad_norms) for run in (reference, candidate))
-        return Check(Kind.TREND, f"{what} over steps", param, theirs, ours, limit(theirs))
-
-    checks = [
-        check("loss", lambda record: record.mean_losses, lambda rms: bound.loss_limit(rms, whole, truth.mean_losses)),
-        check("gradient norm", lambda record: record.grad_norms, lambda rms: bound.norm_limit(rms, whole, steps)),
-    ]
+    loss_floors = bound.loss_floors(whole, truth.mean_losses)
+    yield _Series("loss", None, lambda record: record.mean_losses, loss_floors, is_norm=False)
+    yield _Series("gradient norm", None, lambda record: record.grad_norms, bound.norm_floors(whole, steps))
     for name, error in errors.items():
-        checks.append(
-            check(
-                f"gradient norm of {name!r}",
-                lambda record, name=name: [step[name] for step in record.param_norms],  # type: ignore[misc]
-                lambda rms, error=error: bound.norm_limit(rms, error, steps),  # type: ignore[misc]
-                name,
-            )
-        )
-    return checks
+        yield _Series(f"gradient norm of {name!r}", name, _norms_of(name), bound.norm_floors(error, steps))
 
 
-def _rms_error(values: list[float], truths: list[float], norms: list[float]) -> float:
-    """Root mean square over steps of the relative error of `values`; `norms` [step] say what is negligible."""
-    errors = []
-    for value, truth, norm in zip(values, truths, norms, strict=True):
-        scale = max(abs(truth), NEGLIGIBLE * norm)
-        errors.append(abs(value - truth) / scale if scale else float(value != truth))
-    return root_mean_square(errors)
+def _norms_of(name: str) -> Callable[[RunRecord], list[float]]:
+    return lambda record: [step[name] for step in record.param_norms]
+
+
+def _most_so_far(draws: Sequence[Sequence[float]]) -> list[float]:
+    """[step], the largest root mean square over `draws` [draw][step] up to that step."""
+    return list(accumulate((root_mean_square(list(step)) for step in zip(*draws, strict=True)), max))

@@ -9,7 +9,7 @@ Left out: what happens inside the first differing step (which module, forward or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,12 @@ def job_key(job: Mapping[str, Any], *, dtypes: bool = True) -> dict[str, Any]:
 
 
 def compare_runs(
-    reference: Run, candidate: Run, referee: Run | None = None, *, grade: Grade | None = None
+    reference: Run,
+    candidate: Run,
+    referee: Run | None = None,
+    *,
+    peers: Sequence[Run] = (),
+    grade: Grade | None = None,
 ) -> ParityReport:
     """Judge `candidate` against `reference`.
 
@@ -51,12 +56,15 @@ def compare_runs(
         candidate: the run that is judged.
         referee: `single` on `referee_job` of the same job; needed for every grade but `BITWISE`, where it still
             tells which weaker grade holds.
+        peers: runs of `common.harness.peers` on the same job, which tell what rounding comes to over steps; without
+            them the reference alone does, and may by chance be too near to float64.
         grade: what to ask; None asks for `expected_grade`.
 
     Raises:
         ConfigError: runs of different jobs, no referee where one is needed, or one that is none.
     """
-    _check_same_job(reference[0], candidate[0])
+    for run in (candidate, *peers):
+        _check_same_job(reference[0], run[0])
     job = JobConfig.from_dict(reference[0].job)
     asked = grade or expected_grade(
         job,
@@ -72,10 +80,10 @@ def compare_runs(
             f"compare: grade {asked} is judged against float64, found no referee; run engine single on referee_job "
             "and pass its record"
         )
-    broken = [*_unequal_shapes(reference, candidate, referee), *_not_finite(reference, candidate, referee)]
+    broken = [*_unequal_shapes(reference, candidate, referee, *peers), *_not_finite(reference, candidate, referee)]
     checks: dict[Grade, list[Check]] = {}
     if referee is not None and not broken:
-        checks = {weaker: check_errors(weaker, reference, candidate, referee) for weaker in SPREAD}
+        checks = {weaker: check_errors(weaker, reference, candidate, referee, peers) for weaker in SPREAD}
     reached = None if broken else _reached(reference[0], candidate[0], checks)
     # in a bitwise comparison the weakest bounds still tell which errors are out of proportion
     shown = checks.get(asked, checks.get(Grade.COMPILER, []))
@@ -121,10 +129,10 @@ def _check_referee(reference: RunRecord, referee: RunRecord) -> None:
         )
 
 
-def _unequal_shapes(reference: Run, candidate: Run, referee: Run | None) -> Iterator[str]:
+def _unequal_shapes(reference: Run, candidate: Run, *others: Run | None) -> Iterator[str]:
     """Steps, names and shapes that one side lacks."""
     expected_steps = reference[0].job["steps"]
-    for record, gradients in (reference, candidate, *([referee] if referee else [])):
+    for record, gradients in (reference, candidate, *(run for run in others if run is not None)):
         for steps in {len(record.losses), len(record.param_norms), len(record.grad_digests)} - {expected_steps}:
             yield f"{record.engine} recorded {steps} of {expected_steps} steps; it was cut short"
         for name in dict.fromkeys((*reference[1], *gradients)):
@@ -191,10 +199,9 @@ def _reasons(asked: Grade, reference: Run, candidate: Run, checks: list[Check]) 
         )
     failed = sorted((check for check in checks if not check.holds), key=lambda check: check.margin)
     for check in failed[:REASONS]:
-        yield (
-            f"{check.what}: relative error {check.candidate_error:.3g} against float64, at most {check.limit:.3g} "
-            f"allowed ({reference[0].engine} has {check.reference_error:.3g})"
-        )
+        error = f"{check.candidate_error:.3g} against float64, at most {check.limit:.3g} allowed"
+        what = "error in units of what rounding comes to" if check.kind is Kind.TREND else "relative error"
+        yield f"{check.what}: {what} {error} ({reference[0].engine} has {check.reference_error:.3g})"
     if len(failed) > REASONS:
         yield f"and {len(failed) - REASONS} more errors above their bounds, of {len(checks)}"
 
@@ -262,4 +269,4 @@ def _trend_rows(checks: list[Check], asked: Grade) -> Iterator[TrendRow]:
     for check in checks:
         if check.kind is Kind.TREND:
             limit = None if asked is Grade.BITWISE else check.limit
-            yield TrendRow(check.what, check.reference_error, check.candidate_error, limit)
+            yield TrendRow(check.what, check.reference_error, check.candidate_error, limit, check.judged_steps)

@@ -5,7 +5,7 @@
     COMPILER          a compiler fused operations and kept intermediates wider
 
 The last two are judged against a float64 run of the same step on one process, the referee. What follows is derived
-from rounding alone; nothing in it was fitted to a run.
+from rounding alone; nothing in it was fitted to a run. `docs/numerics.md` says it at length, with what was measured.
 
 [Note: error model]
 Let e be the relative L2 error of one parameter's gradient against float64, e_ref of the reference engine and e_cand of
@@ -39,16 +39,26 @@ elements may be small by chance, the more easily the fewer they are, so a share 
 quadrature) to what it is relative to. The worst of many rows fluctuates less than one, so Q(nu) covers it.
 
 [Note: error over steps]
-After step 0 the parameters differ too, so a gradient error e feeds on itself. Of each step's loss, whole norm and norms
-by parameter, one number is taken: the root mean square over steps of the relative difference to the referee, so that
-a lucky zero decides nothing. It has about one degree of freedom, hence a normal tail instead of Q:
+After step 0 the parameters differ too, so errors feed on themselves, and where training is unstable it multiplies them,
+a thousandfold and more; a state that training has driven into a corner may also be rounded worse than the first one. No
+formula knows either, so both are measured, by draws of what an honest run may do: the reference is one, two peers are
+others, runs of one process in the same dtypes whose weights were rounded once more at the start. Of each step's loss,
+whole norm and norms by parameter the relative difference to the referee is taken in units of a floor that follows from
+step 0, where errors are measured on many elements. An error of e in a gradient changes what the steps gain by at most e
+of it: for the loss, floor_t = u_compute + e * (total variation of the loss up to t) / loss, with e of the whole
+gradient. Updates with independent errors add up as a random walk: for norms, floor_t = e * sqrt(1 + t), with e of the
+parameter. What the draws make of it up to step t, at the most, is
 
-    r_cand <= z * sqrt((S * r_ref)^2 + floor^2)
+    own_t      root mean square over the draws, of this number
+    common_t   the same over all parameters too: one number is near zero by chance now and then, all are not; 0 for the
+               loss, whose floor is of another kind
 
-with a floor from step 0, where errors are measured on many elements. An error of e in a gradient changes what the steps
-gain by at most e of it: for the loss, floor_t = u_compute + e * (total variation of the loss up to t) / loss, with e of
-the whole gradient. Updates with independent errors add up as a random walk: for norms, floor_t = e * sqrt(1 + t), with
-e of the parameter.
+and a candidate whose roundings are S times as large stays within
+
+    scale_t = floor_t * sqrt(1 + S^2 * (own_t^2 + common_t^2)),    root mean square over t of r_t / scale_t <= z
+
+Each step counts in units of its own, so that a late step that has been blown up hides no early fault. Where z * scale_t
+reaches 1, a gradient of zero would pass; such steps say nothing, are not judged, and the report says so.
 
 [Note: taps]
 Hooks learn from the graph of autograd that a module's backward is done: a tap on its inputs, an operation of its own,
@@ -219,11 +229,10 @@ class ErrorBound:
         chance = math.exp(Z / math.sqrt(math.sqrt(max(elements, 1))))
         return chance * math.hypot(self.spread * reference_error, self.floor)
 
-    def loss_limit(self, reference_rms: float, gradient_error: float, losses: list[float]) -> float:
-        """Largest root mean square over steps of the loss's relative error.
+    def loss_floors(self, gradient_error: float, losses: list[float]) -> list[float]:
+        """[step], the relative error of the loss that is taken seriously; see [Note: error over steps].
 
         Args:
-            reference_rms: the reference's.
             gradient_error: relative error of the reference's whole gradient at step 0.
             losses: [step], the referee's.
         """
@@ -231,14 +240,18 @@ class ErrorBound:
         variation, floors = 0.0, []
         for before, loss in zip([losses[0], *losses], losses, strict=False):
             variation += abs(loss - before)
-            floors.append(self.compute_roundoff + error * variation / abs(loss) if loss else self.compute_roundoff)
-        return Z * math.hypot(self.spread * reference_rms, root_mean_square(floors))
+            floors.append(self.compute_roundoff + (error * variation / abs(loss) if loss else 0.0))
+        return floors
 
-    def norm_limit(self, reference_rms: float, gradient_error: float, steps: int) -> float:
-        """Largest root mean square over steps of the relative error of a gradient's norm."""
+    def norm_floors(self, gradient_error: float, steps: int) -> list[float]:
+        """[step], the same for the norm of a gradient whose error at step 0 is `gradient_error` on the reference."""
         error = max(gradient_error, self.floor)
-        walk = root_mean_square([error * math.sqrt(1 + step) for step in range(steps)])
-        return Z * math.hypot(self.spread * reference_rms, walk)
+        return [error * math.sqrt(1 + step) for step in range(steps)]
+
+    def scales(self, floors: list[float], own: list[float], common: list[float]) -> list[float]:
+        """[step], how far a candidate may be off, but for chance: `floors` times what the draws made of them."""
+        rows = zip(floors, own, common, strict=True)
+        return [floor * math.hypot(1.0, self.spread * math.hypot(*drawn)) for floor, *drawn in rows]
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -55,17 +55,20 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TrendRow:
-    """One number over all steps: root mean square of its relative error against float64.
+    """One number over all steps: its error against float64, in units of what rounding may come to by each step.
 
     Attributes:
         what: "loss over steps", "gradient norm over steps", or "gradient norm of NAME over steps".
+        reference_error, candidate_error: root mean square over the steps that are judged.
         limit: the largest `candidate_error` that the grade allows; None for bitwise.
+        judged_steps: how many steps say something, see [Note: error over steps] in `grades`; None if not recorded.
     """
 
     what: str
     reference_error: float
     candidate_error: float
     limit: float | None
+    judged_steps: int | None = None
 
 
 @dataclass(frozen=True)
