@@ -38,14 +38,14 @@ def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
 
 def view_loss(table: pd.DataFrame) -> pd.DataFrame:
     """One row per step shown, one column per engine; below them the grade of each."""
-    first = table.drop_duplicates("engine").set_index("engine")
-    wide = table.pivot(index="step", columns="engine", values="loss")[list(first.index)]
+    grades = {str(row["engine"]): row for row in table.to_dict(orient="records")}
+    wide = table.pivot(index="step", columns="engine", values="loss")
     shown = shown_steps(len(wide))
     columns: dict[str, Iterable[Any]] = {"step": [*shown, "asked", "reached", "margin"]}
-    for engine in wide.columns:
-        asked, reached, margin = first.loc[engine, ["asked", "reached", "margin"]]
+    for engine, row in grades.items():
         losses = (format_number(loss, "{:.7f}") for loss in wide[engine].iloc[shown])
-        columns[str(engine)] = [*losses, asked, asked and (reached or UNREACHED), format_margin(margin)]
+        reached = row["asked"] and (row["reached"] or UNREACHED)
+        columns[engine] = [*losses, row["asked"], reached, format_margin(row["margin"])]
     return as_text(columns)
 
 

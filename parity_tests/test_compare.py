@@ -328,7 +328,7 @@ def hand_made(norms: list[float], *, steps: int) -> Run:
 
 
 def test_steps_that_say_nothing_are_not_judged() -> None:
-    """Where honest runs part by tenths, a norm off by half is no finding; before that it is one, and steps are counted."""
+    """Where honest runs part by tenths, a norm off by half is no finding; before that it is, and steps are counted."""
     steps = 4
     truth, true_gradients = hand_made([1.0, 1.0, 1.0, 1.0], steps=steps)
     made = replace(truth, job=referee_job(JobConfig.from_dict(truth.job)).to_dict(), world_size=1)
