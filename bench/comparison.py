@@ -4,8 +4,8 @@ In phases:
 
 1. run the engines in turn on the same ranks: the reference, the candidates, then the float64 referee and the peers if a
    grade needs them; each record is written when its run ends, so that a later failure does not take it along;
-2. judge the pairs; where one fails that needed no referee, run these now, since they tell which weaker grade holds and what
-   is likely to be wrong.
+2. judge the pairs; where one fails that needed no referee, run these now, since they tell which weaker grade holds and
+   what is likely to be wrong.
 
 Under torchrun every rank goes through all of it and has the same comparison in the end; only rank 0 has a folder.
 """
