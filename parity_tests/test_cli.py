@@ -395,8 +395,8 @@ def test_compare_writes_records_that_can_be_read(compared: Compared) -> None:
 def test_compare_says_which_run_is_on_its_way(compared: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal there is a line per run on stderr, and nothing that ranks or the profiler print."""
     lines = compared.ran.err.splitlines()
-    names = ("single", "eager", "compiled", "torch-fsdp2", "ddp", "float64")
-    expected = [f"[{i}/6] {name}: 2 steps" for i, name in enumerate(names, 1)]
+    names = ("single", "eager", "compiled", "torch-fsdp2", "ddp", "float64", "rounded-1", "rounded-2")
+    expected = [f"[{i}/8] {name}: 2 steps" for i, name in enumerate(names, 1)]
     assert lines[:-1] == ([] if os.environ.get("CI") else expected)
 
 

@@ -30,6 +30,8 @@ def rounded_once_more(model: nn.Module, job: JobConfig, draw: int) -> nn.Module:
     size = unit_roundoff(DTYPES[job.param_dtype])
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if not param.is_floating_point():
+                continue
             generator = torch.Generator().manual_seed(seed_for("peer", draw, job.seed, name))
             share = torch.rand(param.shape, generator=generator, dtype=torch.float64)
             param.mul_((1 + size * (2 * share - 1)).to(param.device))
