@@ -245,7 +245,7 @@ def compare(pool: RankPool, monkeypatch: pytest.MonkeyPatch, *words: str) -> Ran
 
 def reached(ran: Ran) -> dict[tuple[str, str], str]:
     assert ran.code == 0, ran
-    return {(row["engine"], row["against"]): row["reached"] for row in ran.json["tables"]["parity"]}
+    return {(row["engine"], row["against"]): row["reached"] for row in ran.json["tables"]["verdict"]}
 
 
 def test_examples_run_from_elsewhere(pool: RankPool, monkeypatch: pytest.MonkeyPatch, elsewhere: Path) -> None:
