@@ -68,7 +68,7 @@ class FsdpParity:
 
         Args:
             build: a function without arguments at the top level of a module, which returns an `nn.Module` from token
-                ids to logits; or what `fsdp-parity compare --model` takes.
+                ids to logits, or a task (`common.task`); or what `fsdp-parity compare --model` takes.
             ranks: data-parallel world size.
             engines: names or import paths; the first is the reference.
             grade: "bitwise", "reduction-order" or "compiler"; None asks of each pair the strictest it can keep.
