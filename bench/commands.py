@@ -30,11 +30,12 @@ from bench.benchmark import TurnsByRank, bench_rows
 from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark, save_turns
 from bench.benchmark_tables import benchmark_document
 from bench.comparison import run_comparison, run_engines, save_run
+from bench.documents import Section
 from bench.explain import Explanation
 from bench.explain import explain as explain_pair
 from bench.explanation_tables import explanation_document, full_document
 from bench.judge import PEERS, REFEREE, judge, judging_jobs, needs_referee
-from bench.lanes import lanes_document
+from bench.lanes import lanes_document, lanes_section
 from bench.listing import list_document
 from bench.options import (
     BenchCell,
@@ -51,7 +52,7 @@ from bench.progress import watch
 from bench.render import emit
 from bench.stages import Bisection, bisect, stage_jobs
 from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
-from bench.trace_files import SUFFIX, load_steps
+from bench.trace_files import SUFFIX, load_steps, saved_traces
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import Grade, ParityReport
@@ -108,7 +109,7 @@ def compare(options: CompareOptions) -> int:
             )
     if folder is not None:
         save_comparison(folder, comparison)
-        emit(full_document(comparison), options.format)
+        emit(full_document(comparison, _traced_lanes(folder)), options.format)
         _tell_where(folder, options)
         if options.save_baseline is not None:
             _save_baseline(options.save_baseline, comparison)
@@ -215,7 +216,7 @@ def show(options: ShowOptions) -> int:
         emit(benchmark_document(benchmark), options.format)
         return FAILS if benchmark.failures else HOLDS
     comparison = load_comparison(folder)
-    emit(full_document(comparison), options.format)
+    emit(full_document(comparison, _traced_lanes(folder)), options.format)
     return HOLDS if comparison.holds else FAILS
 
 
@@ -225,6 +226,13 @@ def lanes(options: LanesOptions) -> int:
     steps = load_steps(folder, options.engines, cell=options.cell, rank=options.rank)
     emit(lanes_document(steps, rank=options.rank, width=options.width), options.format)
     return HOLDS
+
+
+def _traced_lanes(folder: Path) -> Section | None:
+    """One step of rank 0 of all engines that were traced in a comparison; None if none was."""
+    if not saved_traces(folder):
+        return None
+    return lanes_section(load_steps(folder, (), cell=None, rank=0), rank=0)
 
 
 def list_names(options: ListOptions) -> int:

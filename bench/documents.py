@@ -5,6 +5,7 @@ A comparison's document is made from what is stored of it and nothing else, so t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ import pandas as pd
 from bench import tables, views
 from bench.baseline import Status, environment_note
 from bench.judge import is_main
+from bench.memory_picture import memory_picture
 from bench.store import Comparison
-from common.harness.records import json_ready
+from common.harness.records import RunRecord, json_ready
+from common.harness.report import ParityReport
 from common.job import JobConfig
 
 SCHEMA_VERSION = 1
@@ -30,6 +33,7 @@ class Section:
         data: for machines, at full precision.
         view: for people, cells as text; None for a table that only machine formats hold.
         notes: what has to be known to read the view.
+        picture: SVG, which a page shows in the place of view and notes; "" for none.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Section:
     data: pd.DataFrame
     view: pd.DataFrame | None = None
     notes: tuple[str, ...] = ()
+    picture: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,14 @@ class Document:
         return data
 
 
-def comparison_document(comparison: Comparison) -> Document:
-    """The verdict, then loss, gradients, memory and collectives, and what differs from the baseline."""
+def comparison_document(comparison: Comparison, lanes: Section | None = None) -> Document:
+    """The verdict, then loss, gradients, memory and collectives, what differs from the baseline, and `lanes`."""
     records = {name: record.to_dict() for name, record in comparison.records.items()}
     return Document(
         title=headline(comparison),
         holds=comparison.holds,
         lines=(*comparison.failures, _describe(comparison), *_baseline_lines(comparison)),
-        sections=(*_sections(comparison), *_baseline_sections(comparison)),
+        sections=(*_sections(comparison), *_baseline_sections(comparison), *([lanes] if lanes else [])),
         machine=comparison.to_dict() | {"records": records},
     )
 
@@ -78,8 +83,7 @@ def _sections(comparison: Comparison) -> tuple[Section, ...]:
     records, reports = comparison.records, comparison.reports
     graded = {report.candidate: report for report in reports if report.reference == comparison.reference}
     verdict, loss = tables.verdict_table(reports), tables.loss_table(records, graded)
-    gradients, memory = tables.gradient_table(reports), tables.memory_table(records, graded)
-    collectives = tables.collective_table(records, graded)
+    gradients, collectives = tables.gradient_table(reports), tables.collective_table(records, graded)
     return (
         Section(
             "verdict",
@@ -104,19 +108,38 @@ def _sections(comparison: Comparison) -> tuple[Section, ...]:
         ),
         Section("parameters", "Gradients of step 0, by parameter", tables.parameter_table(reports)),
         Section("trends", "Errors over steps", tables.trend_table(reports)),
-        Section(
-            "memory",
-            "Memory",
-            memory,
-            views.view_memory(memory),
-            ("tracked bytes of live tensors during one step, the most of any rank; buffers of gloo are not counted",),
-        ),
+        *_memory_sections(records, graded),
         Section(
             "collectives",
             "Collectives of one step",
             collectives,
             views.view_collectives(collectives),
             _collective_notes(collectives),
+        ),
+    )
+
+
+def _memory_sections(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> Iterator[Section]:
+    memory, classes = tables.memory_table(records, graded), tables.memory_class_table(records, graded)
+    lines = tables.timelines(records)
+    notes = ["tracked bytes of live tensors during one step, the most of any rank; buffers of gloo are not counted"]
+    if lines:
+        notes.append("along a phase lie allocations and frees in their order, which is not time")
+    yield Section("memory", "Memory", memory, views.view_memory(memory, lines), tuple(notes))
+    yield Section(
+        "memory_timeline",
+        "Memory over one step",
+        tables.timeline_table(records),
+        picture=memory_picture(lines) if lines else "",
+    )
+    yield Section(
+        "memory_classes",
+        "Memory by class",
+        classes,
+        views.view_memory_classes(classes) if len(classes) else None,
+        (
+            "of the rank with the highest peak; parameters: as they are kept between steps; gathered: whole parameters "
+            "that came by a collective; messages: other buffers of collectives; a formula predicts the first four",
         ),
     )
 
@@ -157,7 +180,7 @@ def headline(comparison: Comparison) -> str:
         worse = len(comparison.regressions)
         warning = f"WORSE THAN THE BASELINE in {worse} figure{'s' if worse > 1 else ''}. " if worse else ""
         return f"{warning}PARITY HOLDS{subject}; {passed} of {total} comparisons pass"
-    astray = "" if passed < total else ", but collectives are not those of the plan"
+    astray = "" if passed < total else ", but collectives or bytes are not those of the plan"
     return f"PARITY DOES NOT HOLD: {passed} of {total} comparisons pass{astray}"
 
 

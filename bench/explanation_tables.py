@@ -17,9 +17,9 @@ BEFORE, AFTER = 4, 8
 """How many places round the first divergence people are shown."""
 
 
-def full_document(comparison: Comparison) -> Document:
+def full_document(comparison: Comparison, lanes: Section | None = None) -> Document:
     """The document of a comparison, and below its own what was found out about it."""
-    document = comparison_document(comparison)
+    document = comparison_document(comparison, lanes)
     for bisection in comparison.bisections:
         document = replace(
             document,

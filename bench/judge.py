@@ -1,7 +1,8 @@
 """Which runs of a comparison are judged against each other, and what fails the whole of it.
 
 Judged are: each candidate against the reference; `compiled` against `eager`, which is what the project is for; and any
-other two candidates that can be asked for equal bits. Besides, each engine's collectives against those of its plan.
+other two candidates that can be asked for equal bits. Besides, each engine's collectives against those of its plan, and
+its bytes at the end of each phase against closed formulas.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import combinations
 from common.engine import SHORT_NAMES
 from common.harness import peers
 from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade, referee_job
+from common.harness.memory_record import PREDICTED, START, MemoryPoint, PredictedPoint
 from common.harness.records import Run, RunRecord
 from common.job import JobConfig
 
@@ -112,6 +114,38 @@ def collective_rows(engine: str, record: RunRecord) -> list[CollectiveRow]:
     return rows
 
 
+@dataclass(frozen=True)
+class MemoryRow:
+    """Live bytes of one rank at one moment, measured and predicted; `predicted` is None if there is nothing of it."""
+
+    engine: str
+    rank: int
+    point: MemoryPoint
+    predicted: PredictedPoint | None
+
+    @property
+    def wrong(self) -> list[str]:
+        """The classes of which there are other bytes than predicted."""
+        if self.predicted is None:
+            return []
+        pairs = ((name, getattr(self.point, name), getattr(self.predicted, name)) for name in PREDICTED)
+        return [name for name, found, expected in pairs if expected is not None and found != expected]
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether they agree; None if there is nothing to agree with."""
+        return None if self.predicted is None else not self.wrong
+
+
+def memory_rows(engine: str, record: RunRecord) -> list[MemoryRow]:
+    """Each moment on each rank, what was measured beside what was predicted."""
+    rows = []
+    for rank, memory in enumerate(record.memory):
+        predicted = {point.at: point for point in memory.predicted or []}
+        rows += [MemoryRow(engine, rank, point, predicted.get(point.at)) for point in memory.points]
+    return rows
+
+
 def failures(reports: Sequence[ParityReport], records: Mapping[str, RunRecord]) -> list[str]:
     """Why parity does not hold, a line each; none if it does."""
     found = []
@@ -134,6 +168,24 @@ def off_plan(records: Mapping[str, RunRecord]) -> list[str]:
                     f"{engine}: {row.kind} in {row.phase}: the plan predicts {row.predicted_count} with "
                     f"{row.predicted_bytes} bytes, counted {row.count} with {row.bytes}"
                 )
+        found += _memory_failures(engine, record)
+    return found
+
+
+def _memory_failures(engine: str, record: RunRecord) -> list[str]:
+    """The classes whose bytes are not as predicted, one line for each, with the first place."""
+    places: dict[str, list[MemoryRow]] = {}
+    for row in memory_rows(engine, record):
+        for name in row.wrong:
+            places.setdefault(name, []).append(row)
+    found = []
+    for name, (first, *more) in places.items():
+        moment = "at the start" if first.point.at == START else f"after {first.point.at}"
+        found.append(
+            f"{engine}: memory, {name} {moment} on rank {first.rank}: the formula predicts "
+            f"{getattr(first.predicted, name)} bytes, measured {getattr(first.point, name)}"
+            + (f"; and {len(more)} more" if more else "")
+        )
     return found
 
 

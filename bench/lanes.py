@@ -19,12 +19,15 @@ from string import ascii_lowercase, ascii_uppercase
 import pandas as pd
 
 from bench.documents import Document, Section
+from bench.lanes_picture import lanes_picture
 from bench.tables import frame
 from bench.views import as_text
 from common.harness.instruments.trace import COMPUTE, LAUNCH, LINK, PHASE, WAIT, Span
 from common.harness.link.meter import OTHER
 from common.ranges import GATHER, REDUCE
 
+WIDTH = 100
+"""Characters of the longest step, unless it is said."""
 LETTERS = ascii_lowercase + ascii_uppercase
 _WAITING, _IDLE, _NOBODY = ".", "·", "-"
 _COLUMNS = ("engine", "lane", "kind", "name", "start_s", "end_s", "bytes")
@@ -32,7 +35,13 @@ _COLUMNS = ("engine", "lane", "kind", "name", "start_s", "end_s", "bytes")
 
 def lanes_document(steps: Mapping[str, Sequence[Span]], *, rank: int, width: int) -> Document:
     """The steps of several engines, by name, of one rank; the longest takes `width` cells."""
-    longest_s = max(_length(spans) for spans in steps.values())
+    summary = ", ".join(f"{engine} {step_length(spans) * 1e3:.1f} ms" for engine, spans in steps.items())
+    return Document(f"LANES: {summary}", None, (), (lanes_section(steps, rank=rank, width=width),), {"rank": rank})
+
+
+def lanes_section(steps: Mapping[str, Sequence[Span]], *, rank: int, width: int = WIDTH) -> Section:
+    """The same as one part of a document."""
+    longest_s = max(step_length(spans) for spans in steps.values())
     letters = _letters(steps.values())
     view = _view(steps, letters, longest_s / width, width)
     buckets = ", ".join(f"{letter} {name}" for name, letter in letters.items())
@@ -47,9 +56,8 @@ def lanes_document(steps: Mapping[str, Sequence[Span]], *, rank: int, width: int
         for engine, spans in steps.items()
         for span in spans
     ]
-    section = Section("lanes", f"One step of rank {rank}", frame(rows, _COLUMNS), view, notes)
-    summary = ", ".join(f"{engine} {_length(spans) * 1e3:.1f} ms" for engine, spans in steps.items())
-    return Document(f"LANES: {summary}", None, (), (section,), {"rank": rank})
+    title = f"One step of rank {rank}"
+    return Section("lanes", title, frame(rows, _COLUMNS), view, notes, lanes_picture(steps, letters))
 
 
 def _view(steps: Mapping[str, Sequence[Span]], letters: Mapping[str, str], cell_s: float, width: int) -> pd.DataFrame:
@@ -66,7 +74,7 @@ def _drawings(
     spans: Sequence[Span], letters: Mapping[str, str], cell_s: float, width: int
 ) -> Iterable[tuple[str, str]]:
     """The lanes of one step, each with what is drawn on it."""
-    cells = min(width, math.ceil(_length(spans) / cell_s))
+    cells = min(width, math.ceil(step_length(spans) / cell_s))
     marked = [(span, span.name[:1]) for span in spans if span.lane == PHASE]
     yield PHASE, draw(marked, cell_s, cells, _IDLE)
     computed = [(span, _mark(span, letters)) for span in spans if span.lane == COMPUTE]
@@ -113,5 +121,6 @@ def _letters(steps: Iterable[Sequence[Span]]) -> dict[str, str]:
     return {name: LETTERS[number % len(LETTERS)] for number, name in enumerate(names)}
 
 
-def _length(spans: Sequence[Span]) -> float:
+def step_length(spans: Sequence[Span]) -> float:
+    """Seconds from the start of a step to the end of its last phase."""
     return max(span.end_s for span in spans if span.lane == PHASE)

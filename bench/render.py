@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench import svg
 from bench.baseline import Status
 from bench.documents import Document, Section
 from bench.views import FAIL, MISMATCH, NONE, PASS
@@ -34,13 +35,17 @@ WIDE = 200
 _GOOD, _BAD = "bold green", "bold red"
 _STYLES = {PASS: "green", "ok": "green", FAIL: _BAD, MISMATCH: _BAD, Status.WORSE: _BAD, Status.BETTER: "green"}
 _CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.4em; } h1.holds { color: #17692f; } h1.fails { color: #b00020; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
+body { color: var(--text); background: var(--paper); color-scheme: light dark; }
+:root { --good: #17692f; --bad: #b00020; }
+@media (prefers-color-scheme: dark) { :root { --good: #6fce8b; --bad: #ff8a8a; } }
+h1 { font-size: 1.4em; } h1.holds { color: var(--good); } h1.fails { color: var(--bad); }
 h2 { font-size: 1.1em; margin: 1.6em 0 0.4em; }
-table { border-collapse: collapse; } td, th { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; text-align: left; }
-th { border-bottom: 2px solid #999; } td { font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.good { color: #17692f; } td.bad { color: #b00020; font-weight: bold; } p.note { color: #666; font-size: 0.9em; }
-div { overflow-x: auto; }
+table { border-collapse: collapse; } td, th { padding: 0.2em 0.8em; text-align: left; }
+td, th { border-bottom: 1px solid var(--line); } th { border-bottom: 2px solid var(--faint); }
+td { font-variant-numeric: tabular-nums; white-space: nowrap; } td.number, th.number { text-align: right; }
+td.good { color: var(--good); } td.bad { color: var(--bad); font-weight: bold; }
+p.note { color: var(--faint); font-size: 0.9em; } div { overflow-x: auto; }
 """
 
 
@@ -117,17 +122,17 @@ def to_markdown(document: Document) -> str:
 
 
 def to_html(document: Document) -> str:
-    """A page with its style inside."""
+    """A page with its style and its pictures inside."""
     state = {True: ' class="holds"', False: ' class="fails"', None: ""}[document.holds]
     parts = [f"<h1{state}>{html.escape(document.title)}</h1>", *(f"<p>{html.escape(x)}</p>" for x in document.lines)]
-    for section, view in _shown(document):
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
-        head = "".join(f"<th>{html.escape(str(name))}</th>" for name in view.columns)
-        rows = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>\n" for row in view.itertuples(index=False))
-        parts.append(f"<div><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>")
-        parts += [f'<p class="note">{html.escape(note)}</p>' for note in section.notes]
+    for section in document.sections:
+        if section.picture:
+            parts += [f"<h2>{html.escape(section.title)}</h2>", section.picture]
+        elif section.view is not None:
+            parts += [f"<h2>{html.escape(section.title)}</h2>", _html_table(section.view)]
+            parts += [f'<p class="note">{html.escape(note)}</p>' for note in section.notes]
     title = html.escape(document.title)
-    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{_CSS}</style>'
+    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{_CSS}{svg.CSS}</style>'
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
@@ -158,6 +163,17 @@ def _escaped(cell: str) -> str:
     return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
 
 
-def _html_cell(cell: str) -> str:
-    style = {_STYLES["ok"]: ' class="good"', _BAD: ' class="bad"'}.get(_STYLES.get(cell, ""), "")
-    return f"<td{style}>{html.escape(cell)}</td>"
+def _html_table(view: pd.DataFrame) -> str:
+    """Columns of numbers stand at the right."""
+    numeric = [_is_numeric(view[name]) for name in view.columns]
+    head = "".join(_html_cell(str(name), "th", is_number) for name, is_number in zip(view, numeric, strict=True))
+    rows = "".join(
+        f"<tr>{''.join(_html_cell(cell, 'td', is_number) for cell, is_number in zip(row, numeric, strict=True))}</tr>\n"
+        for row in view.itertuples(index=False)
+    )
+    return f"<div><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>"
+
+
+def _html_cell(cell: str, tag: str, is_number: bool) -> str:
+    style = {_STYLES["ok"]: "good", _BAD: "bad"}.get(_STYLES.get(cell, ""), "number" if is_number else "")
+    return f"<{tag}{f' class={chr(34)}{style}{chr(34)}' if style else ''}>{html.escape(cell)}</{tag}>"

@@ -16,7 +16,8 @@ from typing import Any
 import pandas as pd
 
 from bench.baseline import Change
-from bench.judge import REFEREE, CollectiveRow, collective_rows
+from bench.judge import REFEREE, CollectiveRow, collective_rows, memory_rows
+from common.harness.memory_record import CLASSES, PREDICTED, Timeline
 from common.harness.records import RunRecord
 from common.harness.report import ParamRow, ParityReport, TrendRow
 
@@ -135,6 +136,48 @@ def memory_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityRe
         ),
         ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "reserved_bytes", *GRADE),
     )
+
+
+def memory_class_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:
+    """One row per engine, rank and moment: live bytes by class, measured and predicted; not the referee's."""
+    return frame(
+        (
+            {
+                "engine": engine,
+                "rank": row.rank,
+                **asdict(row.point),
+                "total": row.point.total,
+                **{f"predicted_{name}": row.predicted and getattr(row.predicted, name) for name in PREDICTED},
+                "ok": row.ok,
+                **grade_of(graded.get(engine)),
+            }
+            for engine, record in records.items()
+            if engine != REFEREE
+            for row in memory_rows(engine, record)
+        ),
+        ("engine", "rank", "at", *CLASSES, "total", *(f"predicted_{name}" for name in PREDICTED), "ok", *GRADE),
+    )
+
+
+def timeline_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
+    """One row per engine and sample: live bytes by class over one step, on the rank with the highest peak."""
+    return frame(
+        (
+            {"engine": engine, "rank": line.rank, "time_s": time_s} | dict(zip(CLASSES, live, strict=True))
+            for engine, line in timelines(records).items()
+            for time_s, *live in zip(line.times_s, *(line.live[name] for name in CLASSES), strict=True)
+        ),
+        ("engine", "rank", "time_s", *CLASSES),
+    )
+
+
+def timelines(records: Mapping[str, RunRecord]) -> dict[str, Timeline]:
+    """The timelines that there are, by engine; the referee's is of no interest."""
+    return {
+        engine: record.timeline
+        for engine, record in records.items()
+        if engine != REFEREE and record.timeline is not None
+    }
 
 
 def collective_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:

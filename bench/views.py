@@ -6,12 +6,26 @@ Machine formats never come through here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 
 from bench.baseline import Status
+from common.harness.memory_record import (
+    CLASSES,
+    GATHERED,
+    GRADIENTS,
+    MESSAGES,
+    OTHER,
+    PARAMETERS,
+    PEAK,
+    START,
+    STATE,
+    Timeline,
+)
 
 MAX_STEPS = 12
 """A longer run shows this many of its steps, the first and the last among them."""
@@ -19,6 +33,18 @@ NONE = "-"
 PASS, FAIL, MISMATCH, UNJUDGED, UNREACHED = "PASS", "FAIL", "MISMATCH", "no formula", "none"
 GRADE = "asked / reached"
 """Title of the column that holds a grade in short."""
+CLASS_TITLES = {
+    PARAMETERS: "parameters",
+    STATE: "optimizer state",
+    GRADIENTS: "gradients",
+    GATHERED: "gathered",
+    MESSAGES: "messages",
+    OTHER: "activations, other",
+}
+SPARKS = (10, 14, 4)
+"""Characters for forward, backward and optimizer in a line of text."""
+_SPARK = "▁▂▃▄▅▆▇█"
+_MARKS: dict[bool | None, str] = {True: "ok", False: MISMATCH, None: UNJUDGED}
 
 
 def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
@@ -77,23 +103,71 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def view_memory(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per engine; what a GPU's allocator reserved only where there is one."""
+def view_memory(table: pd.DataFrame, lines: Mapping[str, Timeline] | None = None) -> pd.DataFrame:
+    """One row per engine; what a GPU's allocator reserved only where there is one, live bytes only where known."""
     columns = {
         "engine": table["engine"],
         "ranks": table["ranks"],
         "at start": [format_size(value) for value in table["start_bytes"]],
         "peak": [format_size(value) for value in table["peak_bytes"]],
-        "peak over start": [format_size(value) for value in table["step_bytes"]],
     }
     if any(value is not None for value in table["reserved_bytes"]):
         columns["reserved"] = [format_size(value) for value in table["reserved_bytes"]]
+    if lines:
+        most = max(max(line.totals) for line in lines.values())
+        drawn = {engine: sparkline(line, most) for engine, line in lines.items()}
+        columns["forward │ backward │ optimizer"] = [drawn.get(engine) for engine in table["engine"]]
     return as_text(columns | {GRADE: format_grades(table)})
+
+
+def sparkline(line: Timeline, most: int) -> str:
+    """Live bytes over one step in about 30 characters, phases set apart; a full block is `most` bytes."""
+    phases = []
+    for samples, width in zip(by_phase(line), SPARKS, strict=False):
+        totals = [sum(sample) for sample in samples]
+        edges = [round(i * len(totals) / width) for i in range(width + 1)]
+        highest = [max(totals[min(a, len(totals) - 1) : max(b, a + 1)]) for a, b in pairwise(edges)]
+        phases.append("".join(_SPARK[min(7, total * 8 // most)] for total in highest))
+    return "│".join(phases)
+
+
+def by_phase(line: Timeline) -> list[list[tuple[int, ...]]]:
+    """The samples in each phase, the bytes of each class; a phase in which nothing changed has that of its start."""
+    samples = list(zip(*(line.live[name] for name in CLASSES), strict=True))
+    phases, begin = [], 0
+    for end_s in line.ends_s.values():
+        end = bisect_right(line.times_s, end_s)
+        phases.append(samples[begin:end] or samples[max(0, begin - 1) : begin])
+        begin = end
+    return phases
+
+
+def view_memory_classes(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per engine and moment, of the rank with the highest peak."""
+    rows = [row for engine, part in table.groupby("engine", sort=False) for row in _of_highest_peak(part)]
+    columns: dict[str, list[Any]] = {
+        "engine": [row["engine"] if row["at"] == START else "" for row in rows],
+        "at": ["at the " + row["at"] if row["at"] in (START, PEAK) else "after " + row["at"] for row in rows],
+    }
+    for name in CLASSES:
+        columns[CLASS_TITLES[name]] = [format_size(row[name]) if row[name] else NONE for row in rows]
+    columns["all"] = [format_size(row["total"]) for row in rows]
+    columns["formula"] = [_MARKS[row["ok"]] if row["at"] != PEAK else "" for row in rows]
+    grades = format_grades(table.loc[[row["index"] for row in rows]])
+    columns[GRADE] = [grade if row["at"] == START else "" for grade, row in zip(grades, rows, strict=True)]
+    return as_text(columns)
+
+
+def _of_highest_peak(part: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of one rank; of several with the same peak the first."""
+    peaks = part[part["at"] == PEAK]
+    rank = peaks["rank"].tolist()[max(range(len(peaks)), key=peaks["total"].tolist().__getitem__)]
+    rows: list[dict[str, Any]] = part[part["rank"] == rank].reset_index().to_dict(orient="records")
+    return rows
 
 
 def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
     """One row per engine, phase and kind."""
-    marks = {True: "ok", False: MISMATCH, None: UNJUDGED}
     return as_text(
         {
             "engine": table["engine"],
@@ -103,7 +177,7 @@ def view_collectives(table: pd.DataFrame) -> pd.DataFrame:
             "size": [format_size(value) for value in table["bytes"]],
             "predicted": table["predicted_count"],
             "predicted size": [format_size(value) for value in table["predicted_bytes"]],
-            "ok?": [marks[value] for value in table["ok"]],
+            "ok?": [_MARKS[value] for value in table["ok"]],
             GRADE: format_grades(table),
         }
     )

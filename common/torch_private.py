@@ -83,11 +83,17 @@ def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """One tensor that an operator was called with; `address` is that of its storage, None if it has none."""
+    """One tensor that an operator was called with.
+
+    Attributes:
+        address: of its storage, None if it has none.
+        is_expanded: elements share memory, as those of a row that is repeated do.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     address: int | None
+    is_expanded: bool = False
 
     @property
     def bytes(self) -> int:
@@ -172,7 +178,9 @@ def _tensors(argument: Any) -> tuple[TensorArgument, ...]:
         return tuple(tensor for item in argument for tensor in _tensors(item))
     if not hasattr(argument, "sizes"):
         return ()
-    return (TensorArgument(tuple(argument.sizes), argument.dtype.itemsize, argument.storage_data_ptr),)
+    shape, strides = tuple(argument.sizes), tuple(argument.strides)
+    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    return (TensorArgument(shape, argument.dtype.itemsize, argument.storage_data_ptr, is_expanded),)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from bench.documents import describe_job
 from bench.options import BenchOptions, parse
 from common.harness.grades import Grade
 from common.harness.link import LogEntry
-from common.harness.records import CollectiveCount, Environment, MemoryPeak, RunRecord
+from common.harness.memory_record import StepMemory
+from common.harness.records import CollectiveCount, Environment, RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn, busy_s, edges_s, in_turns
 from common.job import JobConfig
@@ -109,7 +110,7 @@ def test_figures_are_of_the_slowest_rank_and_the_median_turn() -> None:
 def record(peak: int) -> RunRecord:
     """A run of two ranks with 3 + 4 collectives and the first step in 9 s."""
     counts = [CollectiveCount("forward", "all_gather", 3, 1), CollectiveCount("backward", "all_reduce", 4, 1)]
-    memory = [MemoryPeak(1, peak), MemoryPeak(1, peak - 1)]
+    memory = [StepMemory(1, peak), StepMemory(1, peak - 1)]
     environment = Environment("", "", "", "", "")
     return RunRecord("any", {}, 2, environment, [], [], [], [], collectives=counts, memory=memory, first_step_s=9.0)
 

@@ -23,8 +23,9 @@ from common.harness.grades import (
     unit_roundoff,
 )
 from common.harness.launch import RankPool
+from common.harness.memory_record import StepMemory
 from common.harness.peers import PEERS
-from common.harness.records import Environment, MemoryPeak, Run, RunRecord
+from common.harness.records import Environment, Run, RunRecord
 from common.harness.train import assemble
 from common.job import PASSES, JobConfig
 from common.models import build_model
@@ -151,7 +152,7 @@ def record(engine: str = "eager", **options: object) -> RunRecord:
         "grad_norms": [5.0, 5.0],
         "grad_digests": [{"first": "a", "last": "b"}, {"first": "c", "last": "d"}],
         "param_norms": [{"first": 3.0, "last": 4.0}] * 2,
-        "memory": [MemoryPeak(10, 20)] * 2,
+        "memory": [StepMemory(10, 20)] * 2,
     }
     return RunRecord(**values | options)  # type: ignore[arg-type]
 

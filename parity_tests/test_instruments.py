@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from common.harness.instruments.collectives import (
     tally,
 )
 from common.harness.instruments.gradients import collect_gradients, digest, l2_norm
-from common.harness.instruments.memory import live_bytes, measure_memory, peak_bytes
+from common.harness.instruments.lifetimes import Sighting, changes, lifetimes
+from common.harness.instruments.memory import live_storages, measure_memory
 from common.harness.launch import RankContext, RankPool
 from common.harness.records import CollectiveCount, load_record, save_record
 from common.harness.train import train
@@ -262,10 +265,10 @@ def block(kib: int) -> torch.Tensor:
 
 def peak_kib(step: Callable[[], object]) -> float:
     """The peak of `step` in KiB, by the instrument."""
-    with measure_memory(0) as meter:
+    with measure_memory({}) as meter:
         step()
-    assert meter.peak is not None
-    return meter.peak.peak_bytes / KIB
+    assert meter.memory is not None
+    return meter.memory.peak_bytes / KIB
 
 
 def test_peak_of_hand_made_allocations() -> None:
@@ -318,10 +321,10 @@ def test_peak_of_a_backward_pass(keep: bool, expected_kib: int) -> None:
 
 def test_start_bytes_are_added() -> None:
     """What was live before the step is part of its peak."""
-    with measure_memory(7 * KIB) as meter:
+    with measure_memory({0xA: 3 * KIB, 0xB: 4 * KIB}) as meter:
         block(3)
-    assert meter.peak is not None
-    assert (meter.peak.start_bytes, meter.peak.peak_bytes) == (7 * KIB, 10 * KIB)
+    assert meter.memory is not None
+    assert (meter.memory.start_bytes, meter.memory.peak_bytes) == (7 * KIB, 10 * KIB)
 
 
 def allocation(time_ns: int, address: int, size: int, *inside: str) -> Allocation:
@@ -334,6 +337,12 @@ def used(name: str, start_ns: int, end_ns: int, address: int) -> Operator:
     return Operator(name, start_ns, end_ns, (), ((TensorArgument((1,), 1, address),),))
 
 
+def peak_bytes(allocations: Sequence[Allocation], operators: Sequence[Operator], **known: Any) -> int:
+    """The most that is live at once."""
+    sizes = accumulate(change for _, _, change in changes(lifetimes(allocations, operators, **known)))
+    return max(sizes, default=0)
+
+
 def test_unreported_frees_are_found() -> None:
     """A collective's buffer that nobody freed ends with its last use; the same block without a collective lives on."""
     events = [allocation(0, 0xA, 100), allocation(50, 0xB, 10), allocation(60, 0xB, -10)]
@@ -341,6 +350,24 @@ def test_unreported_frees_are_found() -> None:
     assert peak_bytes(events, [launch, transfer]) == 100
     assert peak_bytes(events, [launch, used("gloo:all_gather", 11, 55, 0xA)]) == 110
     assert peak_bytes(events, [used("aten::add", 10, 12, 0xA)]) == 110
+
+
+def test_what_was_seen_held_is_live() -> None:
+    """A collective's buffer that the program held at time 52 was not given back at 40; one it did not hold was."""
+    events = [allocation(0, 0xA, 100), allocation(50, 0xB, 10), allocation(60, 0xB, -10)]
+    launch = used("c10d::_allgather_base_", 10, 40, 0xA)
+    assert peak_bytes(events, [launch], sightings=[Sighting(52, {0xA: "gradients"})]) == 110
+    assert peak_bytes(events, [launch], sightings=[Sighting(52, {0xB: "gradients"})]) == 100
+
+
+def test_older_blocks_live_until_they_are_freed_or_their_address_is_used_again() -> None:
+    """Also if a collective read them; what is freed that nobody knew of is nobody's."""
+    older, gather = {0xA: 100, 0xB: 30}, [used("c10d::_allgather_base_", 1, 2, 0xA)]
+    late = [allocation(10, 0xC, 5)]
+    assert peak_bytes(late, gather, older=older) == 135
+    assert peak_bytes([allocation(3, 0xB, -30), allocation(4, 0xD, -9), *late], gather, older=older) == 130
+    (first, second, third) = lifetimes([allocation(3, 0xA, 7)], [], older=older)
+    assert (first.end_ns, second.end_ns, third.bytes) == (3, None, 7)
 
 
 def test_an_address_handed_out_again_ends_its_block() -> None:
@@ -390,16 +417,16 @@ def test_peak_with_gloo_is_exact_and_the_same_every_time(pool: RankPool, ranks: 
         assert peaks == [2 * 64 * ranks + 40] * 5
 
 
-def test_live_bytes_counts_each_storage_once() -> None:
+def test_live_storages_counts_each_once() -> None:
     """Parameters, optimizer state and what an engine keeps count once each; views, integers and ignored ones do not."""
-    before = live_bytes()
+    before = sum(live_storages().values())
     model = nn.Linear(256, 4, bias=False)  # 4 KiB
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()  # two moments, and a step count of 4 bytes
     optimizer.zero_grad()
     kept, view, data, ignored = block(3), model.weight.detach()[:2], torch.zeros(99, dtype=torch.int64), block(5)
-    assert live_bytes(ignore=[ignored]) - before == (4 + 8 + 3) * KIB + 4
+    assert sum(live_storages(ignore=[ignored]).values()) - before == (4 + 8 + 3) * KIB + 4
     assert kept is not view is not data
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from common.harness.compare import compare_runs
 from common.harness.grades import Grade, expected_grade
+from common.harness.memory_record import PREDICTED
 from common.job import PASSES, JobConfig
 from common.models import build_model
 from common.plan import build_plan
@@ -66,6 +67,19 @@ def test_collectives_are_those_of_the_plan(runs: Runs, name: str, engine: str) -
     record, _ = runs(engine, JOBS[name])
     assert record.predicted is not None
     assert sorted(record.collectives, key=str) == sorted(record.predicted, key=str)
+
+
+@EVERY_JOB
+@pytest.mark.parametrize("engine", ["single", "eager", "compiled"])
+def test_bytes_at_the_end_of_each_phase_are_those_of_the_formula(runs: Runs, name: str, engine: str) -> None:
+    """Parameters, optimizer state, gradients and gathered parameters on every rank, from the start of a step on."""
+    for rank, memory in enumerate(runs(engine, JOBS[name])[0].memory):
+        assert memory.predicted is not None
+        measured = {point.at: point for point in memory.points}
+        for point in memory.predicted:
+            for kind in PREDICTED:
+                found = getattr(measured[point.at], kind), getattr(point, kind)
+                assert found[0] == found[1], (rank, point.at, kind)
 
 
 @pytest.mark.parametrize(

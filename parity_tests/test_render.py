@@ -1,8 +1,9 @@
 """Tables and formats, from records that were frozen: no rank runs here.
 
 `frozen/` is what `fsdp-parity compare --model parity_tests.engines.models:bigram --engines eager,compiled,ddp
---backend aot_eager --steps 14 --batch 4 --seq 8 --lr 1` wrote, but for the gradients. A change that cannot read it
-needs a new schema version, and new records.
+--backend aot_eager --steps 14 --batch 4 --seq 8 --lr 1` wrote, but for the gradients, and with collectives `predicted`,
+which of a user's own model they are not, by the formulas for models at home. A change that cannot read it needs a new
+schema version, and new records.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from rich.console import Console
 
 from bench import tables, views
 from bench.documents import comparison_document
-from bench.judge import judged_pairs, needs_referee
+from bench.judge import judged_pairs, memory_rows, needs_referee
+from bench.lanes import lanes_section
 from bench.render import print_tables, render
 from bench.store import Comparison, find_run, load_comparison, make_run_folder, save_comparison
 from common.errors import ConfigError
 from common.harness.grades import Grade
+from common.harness.instruments.trace import COMPUTE, LAUNCH, PHASE, Span
+from common.harness.memory_record import CLASSES, PredictedPoint, StepMemory, Timeline
 from common.harness.records import CollectiveCount, engine_file
 from common.job import JobConfig
 from parity_tests.cli_calls import call
@@ -140,8 +144,9 @@ def test_json_holds_everything(frozen: Comparison) -> None:
     assert document["schema"] == 1
     assert covers(document, report)
     assert covers(document["records"], {name: stored(name) for name in ENGINES})
+    memory = ("memory", "memory_timeline", "memory_classes")
     assert list(document["tables"]) == [
-        *("verdict", "loss", "gradients", "parameters", "trends", "memory", "collectives")
+        *("verdict", "loss", "gradients", "parameters", "trends", *memory, "collectives")
     ]
     assert len(document["tables"]["parameters"]) == 3 * len(report["comparisons"])
 
@@ -166,13 +171,12 @@ def test_csv_gives_back_each_table(frozen: Comparison) -> None:
 
 @pytest.mark.parametrize("form", TEXT_FORMATS)
 def test_text_formats_begin_with_the_verdict(form: str, frozen: Comparison) -> None:
-    """The verdict first, then one table each for parity, loss, gradients, memory and collectives."""
+    """The verdict first, then one table each for parity, loss, gradients, memory, its classes and collectives."""
     shown = text(frozen, form)
     verdict = "PARITY HOLDS: compiled agrees with eager (asked bitwise, reached bitwise); 4 of 4 comparisons pass"
     before = {"table": "\n\n", "md": "## ", "html": "<h2>"}[form]
-    titles = [
-        before + title for title in ("Parity", "Loss", "Gradients of step 0", "Memory", "Collectives of one step")
-    ]
+    names = ("Parity", "Loss", "Gradients of step 0", "Memory", "Memory by class", "Collectives of one step")
+    titles = [before + name for name in names]
     places = [shown.index(wanted) for wanted in (verdict, *titles)]
     assert places == sorted(places)
     if form == "table":
@@ -230,6 +234,78 @@ def test_text_formats_show_what_failed(form: str, frozen: Comparison) -> None:
     assert "eager: all_gather in forward: the plan predicts 1 with 12312 bytes, counted 2 with 12312" in shown
     assert "eager: all_gather in backward: the plan predicts 1 with 12312 bytes, counted 0 with 0" in shown
     assert shown.count("MISMATCH") == 2
+
+
+def mispredicted(comparison: Comparison) -> Comparison:
+    """One in which formulas say of eager what was measured, but four bytes less of rank 1's gradients."""
+    record = comparison.records["eager"]
+    memory = []
+    for rank, each in enumerate(record.memory):
+        points = [point for point in each.points if point.at != "peak"]
+        predicted = [PredictedPoint(p.at, p.parameters, p.optimizer_state, p.gradients, None) for p in points]
+        predicted[2] = replace(predicted[2], gradients=points[2].gradients - 4 * rank)
+        memory.append(replace(each, predicted=predicted))
+    return replace(comparison, records={**comparison.records, "eager": replace(record, memory=memory)})
+
+
+@pytest.mark.parametrize("form", TEXT_FORMATS)
+def test_bytes_that_are_not_the_formulas_fail_the_verdict(form: str, frozen: Comparison) -> None:
+    """The class, the moment, the rank and both numbers; what is not predicted is not judged."""
+    changed = mispredicted(frozen)
+    assert len(changed.failures) == 1 and not changed.holds
+    shown = text(changed, form)
+    assert "4 of 4 comparisons pass, but collectives or bytes are not those of the plan" in shown
+    assert "eager: memory, gradients after backward on rank 1: the formula predicts 6152 bytes, measured 6156" in shown
+    assert [row.ok for row in memory_rows("eager", changed.records["eager"])] == [
+        *(True, True, True, True, None),
+        *(True, True, False, True, None),
+    ]
+    assert all(row.ok is None for row in memory_rows("ddp", changed.records["ddp"]))
+
+
+def test_memory_by_class_is_that_of_the_highest_peak(frozen: Comparison) -> None:
+    """People see the rank with the highest peak, machines all; classes of a row add up to what is live."""
+    record = frozen.records["eager"]
+    higher = replace(record.memory[1].points[-1], other=10**9)
+    memory = [record.memory[0], replace(record.memory[1], points=[*record.memory[1].points[:-1], higher])]
+    table = tables.memory_class_table({**frozen.records, "eager": replace(record, memory=memory)}, {})
+    assert len(table) == 5 * (1 + 2 + 2 + 2) and set(table["engine"]) == set(ENGINES[:-1])
+    for row in table.to_dict(orient="records"):
+        assert row["total"] == sum(row[name] for name in CLASSES)
+    view = views.view_memory_classes(table)
+    assert view["engine"].tolist() == [name for engine in ENGINES[:-1] for name in (engine, *[""] * 4)]
+    assert view["all"].tolist()[9] == "1.00 GB" and view["formula"].tolist()[9] == ""
+
+
+def line(*totals: int) -> Timeline:
+    """A forward of the first six samples, a backward of the others, and an optimizer in which nothing happens."""
+    times_s = [float(number) for number in range(len(totals))]
+    live = {name: [0] * len(totals) for name in CLASSES} | {"other": list(totals)}
+    return Timeline(0, {"forward": 5.0, "backward": 99.0, "optimizer": 100.0}, times_s, live)
+
+
+def test_sparkline_shows_the_peak_and_the_phases() -> None:
+    """The highest of each few samples, in eighths of the most of any engine; a still phase stays where it was."""
+    drawn = views.sparkline(line(*[0] * 6, 8, 2, 4, 2, 2, 2, 2), 16)
+    assert [len(phase) for phase in drawn.split("│")] == list(views.SPARKS)
+    forward, backward, optimizer = drawn.split("│")
+    assert (set(forward), set(optimizer), max(backward)) == ({"▁"}, {"▂"}, "▅")
+    assert views.sparkline(line(16), 16).endswith("████")
+
+
+def test_page_draws_memory_and_lanes(frozen: Comparison) -> None:
+    """A picture for each, with what colours mean, the engines, their peaks and phases; other formats have none."""
+    assert "<svg" not in text(frozen, "md") and "<svg" not in text(frozen, "json")
+    spans = [Span(PHASE, PHASE, "forward", 0.0, 2.0), Span(COMPUTE, COMPUTE, "layer<0>", 0.5, 1.5)]
+    launch = Span(COMPUTE, LAUNCH, "layer<0>", 0.0, 0.1)
+    lanes = lanes_section({"eager": [*spans, launch], "ddp": spans[:1]}, rank=0)
+    page = render(comparison_document(frozen, lanes), "html")
+    Page(page)
+    memory, steps = page.split("<svg")[1:]
+    for word in (*views.CLASS_TITLES.values(), *ENGINES[:-1], "forward", "backward", "optimizer", "peak 56.79 kB"):
+        assert f">{word}<" in memory, word
+    for word in ("eager", "ddp", "forward", "compute", "layer&lt;0&gt;", "2000 ms"):
+        assert f">{word}<" in steps, word
 
 
 def test_failed_verdict_is_the_exit_code_of_show(frozen: Comparison, tmp_path: Path) -> None:
@@ -302,7 +378,7 @@ def test_memory_is_the_most_of_any_rank(frozen: Comparison) -> None:
     """Start and peak are taken over ranks; the referee's memory is nobody's question."""
     ranks = stored("eager")["memory"]
     ranks[1]["peak_bytes"] += 7
-    memory = [replace(old, **new) for old, new in zip(frozen.records["eager"].memory, ranks, strict=True)]
+    memory = [StepMemory.from_dict(rank) for rank in ranks]
     table = tables.memory_table({**frozen.records, "eager": replace(frozen.records["eager"], memory=memory)}, {})
     assert table["engine"].tolist() == ENGINES[:-1]
     (row,) = table[table["engine"] == "eager"].to_dict(orient="records")
@@ -315,7 +391,7 @@ def test_markdown_tables_are_well_formed(frozen: Comparison) -> None:
     report = replace(frozen.reports[0], candidate="a|b\\c")
     shown = text(replace(frozen, reports=(report, *frozen.reports[1:])), "md")
     blocks = [block.splitlines() for block in shown.split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for lines in blocks:
         cells = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines]
         assert len(set(cells)) == 1 and set(lines[1]) <= set("|-: ")
@@ -357,7 +433,7 @@ def test_html_is_one_page_that_needs_no_other(frozen: Comparison) -> None:
     """It is well nested, refers to nothing, escapes names, and its cells are those of the table."""
     report = replace(frozen.reports[0], candidate="<b>&")
     page = Page(text(replace(frozen, reports=(report, *frozen.reports[1:])), "html"))
-    assert page.addresses == [] and len(page.tables) == 5
+    assert page.addresses == [] and len(page.tables) == 6
     assert page.tables[0][1][0] == "<b>&"
     loss = page.tables[1]
     assert loss[0] == ["step", *ENGINES] and loss[1][:2] == ["0", "5.4622669"] and loss[-4][0] == "13"
@@ -453,6 +529,10 @@ BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "record without a rank's memory": ("eager.json", lambda data: data["memory"].pop()),
     "record with a number for a word": ("eager.json", lambda data: data["environment"].update(torch=2.13)),
     "record with a word for a number": ("eager.json", lambda data: data["collectives"][0].update(count="two")),
+    "record of the last schema": ("eager.json", lambda data: data.update(schema=1)),
+    "record with a word for bytes": ("eager.json", lambda data: data["memory"][0]["points"][0].update(other="much")),
+    "record without a peak by class": ("eager.json", lambda data: data["memory"][0]["points"].pop()),
+    "record with a timeline cut off": ("eager.json", lambda data: data["timeline"]["times_s"].pop()),
     "record with a fraction of a rank": ("eager.json", lambda data: data.update(world_size=1.5)),
 }
 

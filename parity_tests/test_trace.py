@@ -269,7 +269,7 @@ def test_bench_profiles_each_cell(tmp_path: Path) -> None:
 
 
 def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
-    """`compare --profile` leaves a trace per candidate and rank, `lanes` draws them; what is not there is said."""
+    """`compare --profile` leaves a trace per candidate and rank, `lanes` and the page draw them; what lacks is said."""
     words = ("compare", *TINY, "--engines", "eager,ddp", "--link", "none", "--profile", "--out", str(tmp_path))
     ran = call(*words, "--format", "json")
     assert ran.code == 0 and ran.json["job"]["link"] == "none"
@@ -279,6 +279,8 @@ def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
     drawn = call("lanes", "latest", "--out", str(tmp_path), "--rank", "1", "--format", "json")
     assert drawn.code == 0 and {row["engine"] for row in drawn.json["tables"]["lanes"]} == {"eager", "ddp"}
     assert "gather" in call("lanes", str(folder), "--engines", "eager").out
+    page = call("show", str(folder), "--format", "html").out
+    assert page.count("<svg") == 2 and ">Memory over one step<" in page and ">One step of rank 0<" in page
     for wrong, said in (
         (("--engines", "single"), "no trace of 'single'"),
         (("--rank", "2"), "those of rank 0, 1 are there"),

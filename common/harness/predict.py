@@ -106,12 +106,12 @@ def predict_collectives(
     if path == SHORT_NAMES["single"]:
         return []
     formula = _FORMULAS.get(path)
-    if formula is None or ":" in job.model or not _is_covered(model):
+    if formula is None or ":" in job.model or not is_covered(model):
         return None
     return [] if job.ranks == 1 else formula(_Setting(model, job, process_group))
 
 
-def _is_covered(model: nn.Module) -> bool:
+def is_covered(model: nn.Module) -> bool:
     """Whether the model's gathers follow from its plan: one dtype, every parameter trained and sharded by rows."""
     params = list(model.parameters())
     return all(param.requires_grad and param.dim() for param in params) and len({param.dtype for param in params}) == 1
@@ -128,7 +128,7 @@ def _predict_torch_fsdp2(setting: _Setting) -> list[CollectiveCount]:
 
 
 def _predict_compiled(setting: _Setting) -> list[CollectiveCount] | None:
-    read = _read_params(setting.model, decomposed=setting.job.backend == "inductor")
+    read = read_params(setting.model, decomposed=setting.job.backend == "inductor")
     if read is None or setting.job.backend == "eager":  # not compiled: no graph, so no buckets
         return None
     buckets = [bucket.params for bucket in build_plan(setting.model, setting.job.plan).buckets]
@@ -163,7 +163,7 @@ def _count(phase: str, kind: str, sizes: list[int]) -> CollectiveCount:
     return CollectiveCount(phase, kind, len(sizes), sum(sizes))
 
 
-def _read_params(model: nn.Module, *, decomposed: bool) -> set[str] | None:
+def read_params(model: nn.Module, *, decomposed: bool) -> set[str] | None:
     """Names of the parameters that a traced backward reads; None for a model with unknown modules."""
     if not any(isinstance(module, nn.Embedding) for module in model.modules()):
         return None  # its first layer reads data: no gradient of its input, so perhaps its weight is not read

@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import ConfigError
+from common.harness.memory_record import StepMemory, Timeline
 from common.job import FAKE_LINK
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 T = TypeVar("T")
 
@@ -46,22 +47,6 @@ class CollectiveCount:
     kind: str
     count: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class MemoryPeak:
-    """Bytes of live tensors on one rank, by allocator events.
-
-    Attributes:
-        start_bytes: live when the step began: parameters, buffers, optimizer state, and whatever else the engine
-            keeps from step to step.
-        peak_bytes: the most that was live at once during forward, backward and optimizer step.
-        reserved_bytes: of a GPU, the most that its caching allocator held, fragments and free blocks included.
-    """
-
-    start_bytes: int
-    peak_bytes: int
-    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,8 @@ class RunRecord:
         param_norms: [step][parameter], L2 norm of each parameter's whole gradient, in float64.
         collectives: one step's collectives on rank 0, once warm.
         predicted: what the plan says they should be; None where no formula covers the model.
-        memory: one step's peak on each rank, once warm.
+        memory: one step's on each rank, once warm.
+        timeline: of that step, on the rank with the highest peak; None of a GPU. No two steps have the same times.
         first_step_s: time of the first step on the slowest rank, compilation included.
         process_group: backend of the process group; it decides how reductions travel, see `common.gradient`.
     """
@@ -128,7 +114,8 @@ class RunRecord:
     param_norms: list[dict[str, float]]
     collectives: list[CollectiveCount] = field(default_factory=list)
     predicted: list[CollectiveCount] | None = None
-    memory: list[MemoryPeak] = field(default_factory=list)
+    memory: list[StepMemory] = field(default_factory=list)
+    timeline: Timeline | None = field(default=None, compare=False)
     first_step_s: float = 0.0
     process_group: str = "gloo"
     schema: int = SCHEMA_VERSION
@@ -161,7 +148,8 @@ class RunRecord:
                 "environment": Environment(**data["environment"]),
                 "collectives": [CollectiveCount(**c) for c in data["collectives"]],
                 "predicted": predicted and [CollectiveCount(**c) for c in predicted],
-                "memory": [MemoryPeak(**m) for m in data["memory"]],
+                "memory": [StepMemory.from_dict(m) for m in data["memory"]],
+                "timeline": data["timeline"] and Timeline.from_dict(data["timeline"]),
                 # float() also reads the strings that stand for numbers which are not finite
                 "losses": [[float(loss) for loss in ranks] for ranks in data["losses"]],
                 "grad_norms": [float(norm) for norm in data["grad_norms"]],
@@ -180,6 +168,7 @@ def _check_record(record: RunRecord) -> None:
     """Refuse what was edited or cut: values of other types, steps or ranks that are missing."""
     types: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "float": (int, float)}
     parts: list[Any] = [record, record.environment, *record.collectives, *(record.predicted or []), *record.memory]
+    parts += [point for each in record.memory for point in (*each.points, *(each.predicted or []))]
     for part in parts:
         for each in dataclasses.fields(part):
             value, expected = getattr(part, each.name), types.get(str(each.type))

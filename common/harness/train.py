@@ -14,9 +14,10 @@ The loss is taken here, outside the engine, on each rank over its own sequences;
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ from common.engine import Engine, load_engine
 from common.errors import EngineError
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER, count_collectives, phase
 from common.harness.instruments.gradients import GradientSummary, collect_gradients
-from common.harness.instruments.memory import live_bytes, live_tensors, measure_memory
+from common.harness.instruments.memory import live_storages, live_tensors, measure_memory
+from common.harness.instruments.memory_classes import held_by
 from common.harness.instruments.trace import Trace, record_trace
 from common.harness.instruments.walk import (
     Phase,
@@ -43,8 +45,10 @@ from common.harness.instruments.walk import (
 )
 from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
+from common.harness.memory_record import START, PredictedPoint, StepMemory, Timeline
 from common.harness.predict import predict_collectives
-from common.harness.records import CollectiveCount, Environment, MemoryPeak, Run, RunRecord
+from common.harness.predict_memory import predict_memory
+from common.harness.records import CollectiveCount, Environment, Run, RunRecord
 from common.harness.workload import InFloat64, Workload
 from common.job import JobConfig
 from common.mesh import backend_of
@@ -52,6 +56,13 @@ from common.models import build_task
 from common.policy import DTYPES
 from common.task import Batch, map_tensors
 from common.torch_private import fake_group
+
+Mark = Callable[[str], None]
+"""Told the name of a moment when it has come."""
+
+
+def _unmarked(_: str) -> None:
+    """Take no note of it."""
 
 
 @dataclass
@@ -61,6 +72,7 @@ class RankResult:
     Attributes:
         losses: [step], mean over this rank's sequences; like gradients empty where nothing can be judged.
         gradients: [step].
+        timeline: of the step that `memory` is about.
         first_step_s: time of the first step, compilation included.
         trace: one step, if it was asked for.
     """
@@ -70,7 +82,8 @@ class RankResult:
     gradients: list[GradientSummary] = field(default_factory=list)
     collectives: list[CollectiveCount] = field(default_factory=list)
     predicted: list[CollectiveCount] | None = None
-    memory: MemoryPeak | None = None
+    memory: StepMemory | None = None
+    timeline: Timeline | None = None
     first_step_s: float = 0.0
     trace: Trace | None = None
 
@@ -137,6 +150,7 @@ def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | No
         collectives=main.collectives,
         predicted=main.predicted,
         memory=[result.memory for result in taking_part if result.memory is not None],
+        timeline=max(taking_part, key=lambda result: result.memory.peak_bytes if result.memory else 0).timeline,
         first_step_s=max(result.first_step_s for result in taking_part),
         process_group=main.process_group,
     )
@@ -192,6 +206,7 @@ class Training:
         device: where the model is.
         rank, ranks: this rank's share of the batch.
         others: what this process held before there was this training; other engines may live beside it.
+        predicted_memory: see `StepMemory.predicted`.
     """
 
     job: JobConfig
@@ -203,6 +218,7 @@ class Training:
     ranks: int
     result: RankResult
     others: list[torch.Tensor]
+    predicted_memory: list[PredictedPoint] | None
 
     @property
     def model(self) -> nn.Module:
@@ -242,10 +258,13 @@ class Training:
             self.plain_step(self.job.steps)
         if self.rank == 0:
             self.result.collectives = collectives.counts
-        start_bytes = live_bytes(ignore=(*self.others, *self.result.kept.values()), device_type=self.device.type)
-        with measure_memory(start_bytes, device_type=self.device.type) as memory:
-            self.plain_step(self.job.steps + 1)
-        self.result.memory = memory.peak
+        start = live_storages(ignore=(*self.others, *self.result.kept.values()), device_type=self.device.type)
+        held = partial(held_by, self.model, self.optimizer)
+        with measure_memory(start, held=held, rank=self.rank, device_type=self.device.type) as meter:
+            self.plain_step(self.job.steps + 1, meter.mark)
+        assert meter.memory is not None
+        self.result.memory = replace(meter.memory, predicted=self.predicted_memory)
+        self.result.timeline = meter.timeline
 
     def traced_step(self, meter: Meter) -> None:
         """One more step, traced; `meter` is that of the link it runs on."""
@@ -269,18 +288,21 @@ class Training:
         record_parameters(self.model, walk, Phase.UPDATE, keep=keep)
         return in_order(walk)
 
-    def plain_step(self, step: int) -> None:
-        """One step of which nothing is recorded."""
-        self._loss_and_backward(step)
-        self._update()
+    def plain_step(self, step: int, mark: Mark = _unmarked) -> None:
+        """One step of which nothing is recorded; `mark` is told of its start and of the end of each phase."""
+        mark(START)
+        self._loss_and_backward(step, mark)
+        self._update(mark)
 
-    def _loss_and_backward(self, step: int) -> torch.Tensor:
+    def _loss_and_backward(self, step: int, mark: Mark = _unmarked) -> torch.Tensor:
         inputs, targets = self._batch(step, self.rank, self.ranks)
         with self._arithmetic():
             with phase(FORWARD):
                 loss = self.workload.loss_of(self.module, inputs, targets)
+            mark(FORWARD)
             with phase(BACKWARD):
                 loss.backward()
+            mark(BACKWARD)
         return loss.detach()
 
     def _batch(self, step: int, rank: int, ranks: int) -> Batch:
@@ -301,9 +323,10 @@ class Training:
             losses = [self.workload.loss_of(self.module, *self._batch(0, *share)).item() for share in shares]
         self.workload.check_mean(losses)
 
-    def _update(self) -> None:
+    def _update(self, mark: Mark = _unmarked) -> None:
         with phase(OPTIMIZER):
             self.optimizer.step()
+        mark(OPTIMIZER)
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -320,10 +343,12 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     result = RankResult(process_group=backend_of(mesh.get_group(), device.type) if mesh else dist.get_backend())
     if rank == 0:
         result.predicted = predict_collectives(engine.name, model, job, process_group=result.process_group)
+    predicted_memory = predict_memory(engine.name, model, job, rank=rank)
     names = [name for name, _ in model.named_parameters()]
     module = engine.parallelize(model, mesh, job)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
-    training = Training(job, workload, module, _build_optimizer(model, job), device, rank, ranks, result, others)
+    optimizer = _build_optimizer(model, job)
+    training = Training(job, workload, module, optimizer, device, rank, ranks, result, others, predicted_memory)
     if ":" in job.model and not engine.data_parallel:
         training.check_mean()
     return training

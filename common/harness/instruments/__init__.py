@@ -2,7 +2,8 @@
 
     gradients     the whole gradient of each parameter, its digest and norm
     collectives   operations and bytes by phase
-    memory        bytes live at the peak
+    memory        live bytes over one step, from blocks (lifetimes) of which each is of one class (memory_classes)
+    trace         one step as spans on lanes
 
 The profiler disturbs what it watches, so a judged step is never a profiled one, and each instrument has its own step.
 """

@@ -1,85 +1,104 @@
-"""Peak bytes of live tensors during one step, from allocator events: exact, and the same for every kind of engine.
+"""Bytes of live tensors during one step, from allocator events: exact, and the same for every kind of engine.
 
-Not counted: what a collective backend allocates for itself (staging copies of gloo, say). It belongs to the
-transport, and its threads take and free it at moments of their own.
-
-[Note: unreported frees]
-The allocator reports to the profiler only on threads that carry the profiler's state. A buffer that a collective
-reads is also held by the backend's thread until the operation ends, and when that thread lets go last, no event says
-so. The block would look live for ever. It did live until about the end of the last event that used it, the backend's
-own included, since the program waited for that: so a block that took part in a collective and was never reported
-freed is taken as freed there, or when its address is handed out anew, if that is earlier. Blocks that took part in no
-collective are left live. Where the program held such a block beyond that event, and the backend's thread beyond the
-program, the peak comes out too low; on a busy machine that happens now and then.
+Blocks and what events do not tell of them: `lifetimes`. Which class of bytes a block is: `memory_classes`.
 
 Frees of blocks older than the recording are not all reported: start a step with no gradients left of the last one, and
-add what is live then, `start_bytes`. That is found among Python's objects, so it includes what an engine keeps from
+give what is live then, `live_storages`. That is found among Python's objects, so it includes what an engine keeps from
 step to step, but not what only C++ holds (the buckets of DistributedDataParallel). Engines that live side by side in
 one process work one at a time, so what was there before an engine was prepared is left out of its bytes.
-
-Source: torch 2.13 `c10/core/CPUAllocator.cpp` (`ProfiledCPUMemoryReporter`) for what is reported and what is not.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch.profiler import record_function
 
-from common.harness.records import MemoryPeak
+from common.harness.instruments.lifetimes import Block, Sighting, changes, lifetimes
+from common.harness.instruments.memory_classes import classify
+from common.harness.memory_record import CLASSES, OTHER, PEAK, MemoryPoint, StepMemory, Timeline
 from common.job import CPU, GPU
-from common.torch_private import Allocation, Operator, record_events
+from common.torch_private import Operator, record_events
 
-_COLLECTIVE = "c10d::"
-_BACKEND = ("c10d::", "gloo:", "nccl:")
+MAX_SAMPLES = 300
+"""A timeline has no more."""
+_RANGE = "step memory: "
+
+Held = Callable[[], Mapping[int, str]]
+"""Says of storages that have a class, by address, which; see `memory_classes.held_by`."""
 
 
 @dataclass
 class MemoryMeter:
-    """What `measure_memory` found; `peak` is set when its block ends."""
+    """What `measure_memory` found; `memory` and, on a CPU, `timeline` are set when its block ends."""
 
-    start_bytes: int
-    peak: MemoryPeak | None = None
+    held: Held
+    memory: StepMemory | None = None
+    timeline: Timeline | None = None
+    marks: dict[str, Mapping[int, str]] = field(default_factory=dict)
+
+    def mark(self, at: str) -> None:
+        """Note what is live now, under the name `at`."""
+        with record_function(_RANGE + at):
+            self.marks[at] = self.held()
 
 
 @contextmanager
-def measure_memory(start_bytes: int, *, device_type: str = CPU) -> Iterator[MemoryMeter]:
-    """Measure the peak of the block on this rank, above the `start_bytes` that are live when it begins.
+def measure_memory(
+    start: Mapping[int, int], *, held: Held = dict, rank: int = 0, device_type: str = CPU
+) -> Iterator[MemoryMeter]:
+    """Measure the memory of the block on this rank, above what is live when it begins.
 
     Args:
-        start_bytes: see `live_bytes`.
+        start: see `live_storages`.
+        held: asked at each mark.
+        rank: this rank.
         device_type: where; a GPU's caching allocator keeps its own count, whose growth is taken.
     """
-    meter = MemoryMeter(start_bytes)
+    meter = MemoryMeter(held)
     if device_type == GPU:
-        with _growth_on_gpu(meter):
+        with _growth_on_gpu(meter, sum(start.values())):
             yield meter
         return
     with record_events(memory=True) as recording:
         yield meter
+    sightings = _sightings(recording.operators, meter.marks)
     allocations = [event for event in recording.allocations if event.device_type == device_type]
-    meter.peak = MemoryPeak(start_bytes, start_bytes + peak_bytes(allocations, recording.operators))
+    kept = Sighting(
+        max((operator.end_ns for operator in recording.operators), default=0),
+        {tensor.untyped_storage().data_ptr(): OTHER for tensor in _tensors(device_type)},
+    )
+    blocks = lifetimes(allocations, recording.operators, older=start, sightings=[*sightings.values(), kept])
+    classes = classify(blocks, recording.operators, list(sightings.values()))
+    samples = _samples(blocks, classes)
+    peak = max(samples, key=lambda sample: sample.total)
+    points = [MemoryPoint.of(at, _last(samples, sighting.time_ns).live) for at, sighting in sightings.items()]
+    meter.memory = StepMemory(
+        sum(start.values()), peak.total, points=[*points, MemoryPoint.of(PEAK, peak.live)] if points else []
+    )
+    if sightings:
+        meter.timeline = _timeline(rank, samples, {at: sighting.time_ns for at, sighting in sightings.items()})
 
 
 @contextmanager
-def _growth_on_gpu(meter: MemoryMeter) -> Iterator[None]:
+def _growth_on_gpu(meter: MemoryMeter, start_bytes: int) -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     yield
     torch.cuda.synchronize()
     growth = torch.cuda.max_memory_allocated() - before
-    meter.peak = MemoryPeak(
-        meter.start_bytes, meter.start_bytes + growth, reserved_bytes=torch.cuda.max_memory_reserved()
-    )
+    meter.memory = StepMemory(start_bytes, start_bytes + growth, reserved_bytes=torch.cuda.max_memory_reserved())
 
 
-def live_bytes(*, ignore: Iterable[torch.Tensor] = (), device_type: str = "cpu") -> int:
-    """Bytes of the storages of `live_tensors`, shared ones once.
+def live_storages(*, ignore: Iterable[torch.Tensor] = (), device_type: str = CPU) -> dict[int, int]:
+    """Bytes of the storages of `live_tensors` by address.
 
     Args:
         ignore: tensors that do not belong to the step, such as recorded gradients, or another engine's.
@@ -90,15 +109,19 @@ def live_bytes(*, ignore: Iterable[torch.Tensor] = (), device_type: str = "cpu")
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for tensor in ignore:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+    return storages
 
 
-def live_tensors(*, device_type: str = "cpu") -> list[torch.Tensor]:
+def live_tensors(*, device_type: str = CPU) -> list[torch.Tensor]:
     """All floating-point tensors that this process holds.
 
     Integer tensors are the data and the book-keeping of meshes, which is no engine's doing.
     """
     gc.collect()
+    return _tensors(device_type)
+
+
+def _tensors(device_type: str) -> list[torch.Tensor]:
     return [
         thing
         for thing in gc.get_objects()
@@ -109,75 +132,48 @@ def live_tensors(*, device_type: str = "cpu") -> list[torch.Tensor]:
     ]
 
 
-def peak_bytes(allocations: Iterable[Allocation], operators: Iterable[Operator]) -> int:
-    """The most that was live at once, of the blocks taken in `allocations` [in order of time]."""
-    changes: list[tuple[int, int, int]] = []
-    for order, block in enumerate(_lifetimes(allocations, _uses(operators))):
-        changes.append((block.start_ns, order, block.bytes))
-        if block.end_ns is not None:
-            changes.append((block.end_ns, order, -block.bytes))
-    live = peak = 0
-    for _, _, change in sorted(changes):
-        live += change
-        peak = max(peak, live)
-    return peak
-
-
-@dataclass
-class _Block:
-    """One block from its allocation to its end; None while it lives on."""
-
-    start_ns: int
-    bytes: int
-    end_ns: int | None = None
-
-
 @dataclass(frozen=True)
-class _Use:
-    """An event that was given a storage."""
+class _Sample:
+    """What was live from a moment on, by class."""
 
-    start_ns: int
-    end_ns: int
-    is_collective: bool
-
-
-def _uses(operators: Iterable[Operator]) -> dict[int, list[_Use]]:
-    """By address of the storage: the events that used it."""
-    uses: dict[int, list[_Use]] = defaultdict(list)
-    for operator in operators:
-        use = _Use(operator.start_ns, operator.end_ns, operator.name.startswith(_COLLECTIVE))
-        for argument in operator.arguments:
-            for tensor in argument:
-                if tensor.address is not None:
-                    uses[tensor.address].append(use)
-    return uses
+    time_ns: int
+    live: Mapping[str, int]
+    total: int
 
 
-def _lifetimes(allocations: Iterable[Allocation], uses: dict[int, list[_Use]]) -> list[_Block]:
-    """Pair allocations with frees by address; see [Note: unreported frees] for those without one."""
-    blocks: list[_Block] = []
-    live: dict[int, _Block] = {}
-    for event in allocations:
-        held = live.pop(event.address, None)
-        if event.bytes < 0:
-            if held is not None:  # else it is older than the recording, or the backend's
-                held.end_ns = event.time_ns
-            continue
-        if held is not None:  # freed unseen: its address is handed out anew
-            held.end_ns = min(_last_use(held, uses[event.address], event.time_ns) or event.time_ns, event.time_ns)
-        if not any(name.startswith(_BACKEND) for name in event.inside):
-            live[event.address] = _Block(event.time_ns, event.bytes)
-            blocks.append(live[event.address])
-    for address, block in live.items():
-        block.end_ns = _last_use(block, uses[address], None)
-    return blocks
+def _samples(blocks: Sequence[Block], classes: Sequence[str]) -> list[_Sample]:
+    """One for each change, the first with nothing live."""
+    live: Counter[str] = Counter()
+    samples = [_Sample(0, {}, 0)]
+    for time_ns, place, change in changes(blocks):
+        live[classes[place]] += change
+        samples.append(_Sample(time_ns, dict(live), samples[-1].total + change))
+    return samples
 
 
-def _last_use(block: _Block, uses: list[_Use], before_ns: int | None) -> int | None:
-    """When the last event that used `block` ended; None if no collective did."""
-    its_own = [
-        use for use in uses if use.start_ns >= block.start_ns and (before_ns is None or use.start_ns < before_ns)
-    ]
-    if not any(use.is_collective for use in its_own):
-        return None
-    return max(use.end_ns for use in its_own)
+def _sightings(operators: Iterable[Operator], marks: Mapping[str, Mapping[int, str]]) -> dict[str, Sighting]:
+    """The marks, in the order in which they were made, each with its time."""
+    times = {operator.name: operator.start_ns for operator in operators if operator.name.startswith(_RANGE)}
+    return {at: Sighting(times[_RANGE + at], held) for at, held in marks.items()}
+
+
+def _last(samples: Sequence[_Sample], time_ns: int) -> _Sample:
+    """The sample that holds at a moment."""
+    return samples[bisect_right(samples, time_ns, key=lambda sample: sample.time_ns) - 1]
+
+
+def _timeline(rank: int, samples: Sequence[_Sample], marks: Mapping[str, int]) -> Timeline:
+    """The sample of the first mark, and those up to the last, of each few the one with the most live."""
+    start_ns, *ends_ns = marks.values()
+    first = replace(_last(samples, start_ns), time_ns=start_ns)
+    later = [sample for sample in samples if start_ns < sample.time_ns <= ends_ns[-1]]
+    few = -(-len(later) // (MAX_SAMPLES - 1)) or 1
+    highest = [max(later[i : i + few], key=lambda sample: sample.total) for i in range(0, len(later), few)]
+    kept = [first, *highest]
+    _, *names = marks
+    return Timeline(
+        rank,
+        ends_s={name: (end_ns - start_ns) / 1e9 for name, end_ns in zip(names, ends_ns, strict=True)},
+        times_s=[(sample.time_ns - start_ns) / 1e9 for sample in kept],
+        live={name: [sample.live.get(name, 0) for sample in kept] for name in CLASSES},
+    )
