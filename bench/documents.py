@@ -129,7 +129,7 @@ def _memory_sections(records: Mapping[str, RunRecord], graded: Mapping[str, Pari
     yield Section(
         "memory_timeline",
         "Memory over one step",
-        tables.timeline_table(records),
+        tables.timeline_table(records, graded),
         picture=memory_picture(lines) if lines else "",
     )
     yield Section(

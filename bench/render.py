@@ -148,7 +148,7 @@ def _width_without_terminal() -> int:
 
 def _is_numeric(column: pd.Series[Any]) -> bool:
     """Whether a column of text holds numbers, perhaps with a unit, and nothing else but gaps."""
-    cells = [cell for cell in column if cell != NONE]
+    cells = [cell for cell in column if cell not in (NONE, "")]
     return bool(cells) and all(cell[0].isdigit() or cell[0] in "-+" or cell in ("nan", "inf") for cell in cells)
 
 

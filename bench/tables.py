@@ -159,15 +159,17 @@ def memory_class_table(records: Mapping[str, RunRecord], graded: Mapping[str, Pa
     )
 
 
-def timeline_table(records: Mapping[str, RunRecord]) -> pd.DataFrame:
+def timeline_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityReport]) -> pd.DataFrame:
     """One row per engine and sample: live bytes by class over one step, on the rank with the highest peak."""
     return frame(
         (
-            {"engine": engine, "rank": line.rank, "time_s": time_s} | dict(zip(CLASSES, live, strict=True))
+            {"engine": engine, "rank": line.rank, "time_s": time_s}
+            | dict(zip(CLASSES, live, strict=True))
+            | grade_of(graded.get(engine))
             for engine, line in timelines(records).items()
             for time_s, *live in zip(line.times_s, *(line.live[name] for name in CLASSES), strict=True)
         ),
-        ("engine", "rank", "time_s", *CLASSES),
+        ("engine", "rank", "time_s", *CLASSES, *GRADE),
     )
 
 

@@ -52,7 +52,8 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
 
 
