@@ -45,8 +45,8 @@ class Frozen(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.blocks[2].up.bias.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.bias.requires_grad_(False)
 
 
 class Tied(Net):

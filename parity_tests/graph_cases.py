@@ -20,6 +20,8 @@ GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
+BLOCKS = 2
+"""Of a `Net`: the least in which one block's gather can travel while another one computes."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -40,7 +42,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, norm and head."""
 
-    def __init__(self, blocks: int = 3, dim: int = 10, vocab: int = 13, tied: bool = False) -> None:
+    def __init__(self, blocks: int = BLOCKS, dim: int = 10, vocab: int = 13, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.harness.grades import referee_job
+from common.harness.instruments.trace import Trace
 from common.harness.launch import RankPool
 from common.harness.peers import PEERS
 from common.harness.records import CollectiveCount, Run
-from common.harness.train import run_job
+from common.harness.train import assemble, run_ranks
 from common.job import JobConfig
+from parity_tests.one_block import LLAMA
+
+TRACED_INDUCTOR = JobConfig(model=LLAMA, seq=32, link="1ms,150MB/s")
+"""The one job under Inductor that is both judged and traced, by tests of two files."""
 
 
 class Runs:
@@ -18,13 +23,22 @@ class Runs:
     def __init__(self, pool: RankPool) -> None:
         self._pool = pool
         self._done: dict[tuple[str, JobConfig], Run] = {}
+        self._traces: dict[tuple[str, JobConfig], list[Trace]] = {}
 
-    def __call__(self, engine: str, job: JobConfig) -> Run:
-        """The record and step-0 gradients of `engine` on `job`."""
+    def __call__(self, engine: str, job: JobConfig, *, profile: bool = False) -> Run:
+        """The record and step-0 gradients of `engine` on `job`; with `profile`, `traces` will not run it again."""
         key = (engine, job)
-        if key not in self._done:
-            self._done[key] = run_job(self._pool, engine, job, timeout_s=300)
+        if key not in self._done or (profile and key not in self._traces):
+            results = run_ranks(self._pool, engine, job, profile=profile, timeout_s=300)
+            self._done[key] = assemble(engine, job, results)
+            if profile:
+                self._traces[key] = [result.trace for result in results if result is not None and result.trace]
         return self._done[key]
+
+    def traces(self, engine: str, job: JobConfig) -> list[Trace]:
+        """A step of `engine` on `job`, traced after the judged ones, of each rank."""
+        self(engine, job, profile=True)
+        return self._traces[engine, job]
 
     def referee(self, job: JobConfig) -> Run:
         """The float64 run of `job` on one process."""

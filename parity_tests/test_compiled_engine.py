@@ -28,7 +28,7 @@ PURE = (torch.bfloat16, torch.bfloat16)
     [
         (Repeats, "model", FP32, True, 3),
         (Repeats, "model", PURE, False, 2),
-        (Frozen, "block", FP32, True, 4),
+        (Frozen, "block", FP32, True, 3),
         (Frozen, "block", MIXED, False, 2),
         (Tied, "block", FP32, True, 3),
         (Tied, "block", PURE, True, 4),
