@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import bench.commands
 from bench.__main__ import main
+from common.harness.launch import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +39,25 @@ def call(*words: str) -> Ran:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+class KeptRanks:
+    """A pool as a command gets its ranks, which stays open when the command leaves it."""
+
+    is_main = True
+
+    def __init__(self, pool: RankPool) -> None:
+        self.run = pool.run
+
+    def __enter__(self) -> KeptRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def lend(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands work on this pool, where starting ranks is not what is claimed: each imports torch, for seconds."""
+    monkeypatch.setattr(bench.commands, "open_ranks", lambda ranks: KeptRanks(pool))
 
 
 def children() -> set[int]:

@@ -663,13 +663,17 @@ def identity(ctx: RankContext, plan: str) -> dict[str, Any]:
     }
 
 
-def error_of(ctx: RankContext, name: str) -> str:
-    """The type and message of the error that a misuse ends in; "none" if there is none."""
-    try:
-        MISUSES[name](ctx)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+def errors(ctx: RankContext) -> dict[str, str]:
+    """The type and message of the error that each misuse ends in; "none" if there is none."""
+    found = {}
+    for name, commit in MISUSES.items():
+        try:
+            commit(ctx)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = "none"
+    return found
 
 
 MISUSES: dict[str, Callable[[RankContext], None]] = {}

@@ -21,13 +21,14 @@ from bench.benchmark_tables import benchmark_table, benchmark_view
 from bench.documents import describe_job
 from bench.options import BenchOptions, parse
 from common.harness.grades import Grade
+from common.harness.launch import RankPool
 from common.harness.link import LogEntry
 from common.harness.memory_record import StepMemory
 from common.harness.records import CollectiveCount, Environment, RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn, busy_s, edges_s, in_turns
 from common.job import JobConfig
-from parity_tests.cli_calls import Ran, call, children
+from parity_tests.cli_calls import Ran, call, children, lend
 
 ENGINES = "parity_tests.engines"
 SMALL = ("--steps", "2", "--batch", "4", "--seq", "16", "--turns", "2", "--turn-steps", "2", "--backend", "aot_eager")
@@ -289,8 +290,9 @@ def test_rows_of_a_benchmark_tell_the_grade(tmp_path: Path) -> None:
     ]
 
 
-def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
+def test_engine_that_disagrees_has_no_figures(pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine that sums gradients is timed in vain: its row says why, the others' figures stand, exit code 1."""
+    lend(pool, monkeypatch)
     words = (*TINY, "--link", "gloo", "--engines", f"ddp,{ENGINES}.summing", "--out", str(tmp_path))
     ran = call("bench", *words, "--format", "json")
     assert ran.code == 1
@@ -313,14 +315,17 @@ def test_engine_that_disagrees_has_no_figures(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rank_that_fails_in_its_turn_is_named(engine: str, expected: str, tmp_path: Path) -> None:
+def test_rank_that_fails_in_its_turn_is_named(
+    engine: str, expected: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Exit code 3, the engine's rank is named, and the line where it hangs; no rank of any engine stays."""
+    lend(pool, monkeypatch)
     before = children()
     words = ("--engines", f"{ENGINES}.{engine}", "--timeout", "8", "--out", str(tmp_path))
     ran = call("bench", *TINY, *LINK, *words)
     assert ran.code == 3 and ran.out == ""
     assert re.search(f"fsdp-parity: {expected}", ran.err), ran.err
-    assert children() <= before
+    assert children() <= before | set(pool.pids)
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,17 @@ def run_under_torchrun(task: str) -> subprocess.CompletedProcess[str]:
     return run_module(*launcher, "-m", "parity_tests.torchrun_job", task, "2", OMP_NUM_THREADS="1")
 
 
-def test_ranks_of_torchrun_give_what_a_pool_gives(pool: RankPool) -> None:
+@pytest.fixture(scope="module")
+def joined() -> subprocess.CompletedProcess[str]:
+    """Ranks of torchrun that work, print what came of it, and then hang."""
+    return run_under_torchrun("hang")
+
+
+def test_ranks_of_torchrun_give_what_a_pool_gives(pool: RankPool, joined: subprocess.CompletedProcess[str]) -> None:
     """The same calls in the ranks of torchrun: same results on all ranks, progress of one's own, ranks checked."""
     assert not launched_by_torchrun() and isinstance(open_ranks(2), RankPool)
-    done = run_under_torchrun("work")
-    assert done.returncode == 0, done.stderr
-    first, second, third, events, refused = json.loads(done.stdout)
+    assert joined.stdout, joined.stderr
+    first, second, third, events, refused = json.loads(joined.stdout)
     assert first == json.loads(json.dumps(pool.run(faulty.gather_values, 10, ranks=2)))
     assert second == json.loads(json.dumps(pool.run(faulty.gather_compiled, ranks=2)))
     assert third == [0, 1]
@@ -59,12 +64,11 @@ def test_ranks_of_torchrun_give_what_a_pool_gives(pool: RankPool) -> None:
     assert refused.startswith("2 ranks: the job wants 3, torchrun started 2") and "--nproc-per-node 3" in refused
 
 
-def test_hanging_rank_of_torchrun_names_itself() -> None:
+def test_hanging_rank_of_torchrun_names_itself(joined: subprocess.CompletedProcess[str]) -> None:
     """Without a pool too, the rank that hangs says so in one line and ends with exit code 3; torchrun ends the rest."""
-    done = run_under_torchrun("hang")
-    lines = done.stderr.splitlines()
-    assert any(line.startswith("rank 1 at spin (parity_tests/faulty.py:") for line in lines), done.stderr
-    assert done.returncode == 1 and re.search(r"rank *: 1.*\n *exitcode *: 3 ", done.stderr), done.stderr
+    error = joined.stderr
+    assert any(line.startswith("rank 1 at spin (parity_tests/faulty.py:") for line in error.splitlines()), error
+    assert joined.returncode == 1 and re.search(r"rank *: 1.*\n *exitcode *: 3 ", error), error
 
 
 def test_raising_rank_without_a_pool_names_itself() -> None:

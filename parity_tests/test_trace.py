@@ -15,6 +15,7 @@ from bench.lanes import draw, lanes_document
 from bench.trace_files import load_spans, save_trace
 from common.harness.instruments.collectives import phase_of_range
 from common.harness.instruments.trace import COMPUTE, LAUNCH, LINK, OPERATORS, PHASE, WAIT, Span, Trace, trace_spans
+from common.harness.launch import RankPool
 from common.harness.link import LogEntry
 from common.harness.link.meter import Wait
 from common.job import JobConfig
@@ -22,7 +23,7 @@ from common.models import build_model
 from common.plan import build_plan
 from common.ranges import GATHER, REDUCE, read_bucket, read_graph
 from common.torch_private import Operator, TensorArgument
-from parity_tests.cli_calls import call
+from parity_tests.cli_calls import call, lend
 from parity_tests.runs import TRACED_INDUCTOR, Runs
 
 JOB = JobConfig(steps=1, seq=16, batch=4, backend="aot_eager", link="1ms,150MB/s")
@@ -241,8 +242,9 @@ def test_lanes_put_engines_on_one_scale() -> None:
     ]
 
 
-def test_bench_profiles_each_cell(tmp_path: Path) -> None:
+def test_bench_profiles_each_cell(pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sweep has a trace per cell, engine and rank, recorded on the link that was timed; `lanes` takes a cell."""
+    lend(pool, monkeypatch)
     words = ("bench", *TINY, "--engines", "eager", "--turns", "1", "--turn-steps", "1", "--profile")
     ran = call(*words, "--sweep", "link=none", "--sweep", "link=fake", "--out", str(tmp_path), "--format", "json")
     assert ran.code == 0
@@ -259,8 +261,9 @@ def test_bench_profiles_each_cell(tmp_path: Path) -> None:
     assert refused.code == 2 and "from 1 to 2, found 3" in refused.err
 
 
-def test_compare_profiles_and_lanes_draws(tmp_path: Path) -> None:
+def test_compare_profiles_and_lanes_draws(pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`compare --profile` leaves a trace per candidate and rank, `lanes` and the page draw them; what lacks is said."""
+    lend(pool, monkeypatch)
     words = ("compare", *TINY, "--engines", "eager,ddp", "--link", "none", "--profile", "--out", str(tmp_path))
     ran = call(*words, "--format", "json")
     assert ran.code == 0 and ran.json["job"]["link"] == "none"

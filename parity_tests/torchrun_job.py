@@ -17,8 +17,6 @@ def main(task: str, world_size: int) -> int:
         events.append(f"{rank}: {progress}")
 
     with open_ranks(world_size) as ranks:
-        if task == "hang":
-            ranks.run(faulty.hang_while_others_wait, world_size - 1, ranks=world_size, timeout_s=3)
         if task == "raise":
             ranks.run(faulty.raise_error, 0, ranks=world_size)
         first = ranks.run(faulty.gather_values, 10, ranks=world_size)
@@ -29,7 +27,9 @@ def main(task: str, world_size: int) -> int:
         except ParityError as error:
             refused = f"{error.exit_code} {error}"
         if ranks.is_main:
-            print(json.dumps([first, second, third, events, refused]))
+            print(json.dumps([first, second, third, events, refused]), flush=True)
+        if task == "hang":
+            ranks.run(faulty.hang_while_others_wait, world_size - 1, ranks=world_size, timeout_s=3)
     return 0
 
 
