@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from common.harness.train import RankResult, run_ranks
 from common.job import PASSES, JobConfig
 from common.models import build_model
 from parity_tests.cli_calls import call
+from parity_tests.one_block import LLAMA
 from parity_tests.runs import Runs
 
 JOB = JobConfig(steps=1, seq=16, batch=2, backend="aot_eager", transport="native", link="none")
@@ -29,7 +31,7 @@ def alone(pool: RankPool, engine: str, **changes: object) -> RankResult:
 @pytest.mark.parametrize("engine", ["eager", "compiled", "torch-fsdp2"])
 def test_one_process_measures_what_one_of_two_ranks_does(pool: RankPool, runs: Runs, engine: str) -> None:
     """The same collectives and the same bytes, at the start and at the peak, as rank 0 of two that do communicate."""
-    result, (record, _) = alone(pool, engine), runs(engine, JOB)
+    result, (record, _) = alone(pool, engine, model=LLAMA), runs(engine, replace(JOB, model=LLAMA))
     assert result.collectives == record.collectives and result.collectives
     assert result.memory == record.memory[0]
     assert result.process_group == "fake" and not result.losses and not result.gradients
