@@ -11,8 +11,10 @@ from common.harness.peers import PEERS
 from common.harness.records import CollectiveCount, Run
 from common.harness.train import assemble, run_ranks
 from common.job import JobConfig
-from parity_tests.one_block import LLAMA
 
+LLAMA, GPT, GPT_TIED = (f"{name},n_layers=1" for name in ("llama-debug", "gpt-debug", "gpt-debug-tied"))
+"""One block between two ends: where ranks, dtypes or packing are the claim, since tracing takes as long as a model is
+deep."""
 TRACED_INDUCTOR = JobConfig(model=LLAMA, seq=32, link="1ms,150MB/s")
 """The one job under Inductor that is both judged and traced, by tests of two files."""
 

@@ -13,8 +13,7 @@ from common.harness.train import RankResult, run_ranks
 from common.job import PASSES, JobConfig
 from common.models import build_model
 from parity_tests.cli_calls import call
-from parity_tests.one_block import LLAMA
-from parity_tests.runs import Runs
+from parity_tests.runs import LLAMA, Runs
 
 JOB = JobConfig(steps=1, seq=16, batch=2, backend="aot_eager", transport="native", link="none")
 MANY = 48

@@ -17,9 +17,7 @@ from common.harness.memory_record import PREDICTED
 from common.job import PASSES, JobConfig
 from common.models import build_model
 from common.plan import build_plan
-from parity_tests import one_block
-from parity_tests.one_block import GPT_TIED, GPT_UNTIED, LLAMA
-from parity_tests.runs import TRACED_INDUCTOR, Runs, counts
+from parity_tests.runs import GPT, GPT_TIED, LLAMA, TRACED_INDUCTOR, Runs, counts
 
 BASE = JobConfig(backend="aot_eager", seq=32)
 
@@ -37,7 +35,7 @@ JOBS = {
     "one-llama-2-param": job(model=LLAMA, plan="param"),
     "one-llama-1-fp32": job(model=LLAMA, ranks=1),
     "one-llama-3-bf16": job(model=LLAMA, ranks=3, param_dtype="bf16"),
-    "one-gpt-4-pure-bf16-model": job(model=GPT_UNTIED, ranks=4, param_dtype="bf16", reduce_dtype="bf16", plan="model"),
+    "one-gpt-4-pure-bf16-model": job(model=GPT, ranks=4, param_dtype="bf16", reduce_dtype="bf16", plan="model"),
     "one-gpt-tied-2-bf16-never": job(model=GPT_TIED, param_dtype="bf16", reshard_after_forward="never"),
 }
 EVERY_JOB = pytest.mark.parametrize("name", JOBS)
@@ -68,10 +66,8 @@ def test_both_engines_agree_with_a_single_process(runs: Runs, name: str) -> None
 def test_collectives_are_those_of_the_plan(runs: Runs, name: str, engine: str) -> None:
     """Counts and bytes in forward and backward equal the closed formula, which knows no engine's code."""
     record, _ = runs(engine, JOBS[name])
-    predicted = one_block.predicted(engine, JOBS[name])
-    assert predicted is not None
-    assert sorted(record.collectives, key=str) == sorted(predicted, key=str)
-    assert record.predicted == (None if ":" in JOBS[name].model else predicted)
+    assert record.predicted is not None
+    assert sorted(record.collectives, key=str) == sorted(record.predicted, key=str)
 
 
 @EVERY_JOB
@@ -95,7 +91,7 @@ def test_bytes_at_the_end_of_each_phase_are_those_of_the_formula(runs: Runs, nam
         ({"ranks": 4, "transport": "native", "param_dtype": "bf16", "reduce_dtype": "bf16"}, Grade.BITWISE),
         ({"ranks": 3, "transport": "native", "param_dtype": "fp16", "reduce_dtype": "fp16"}, Grade.BITWISE),
         ({"ranks": 3, "transport": "native", "reduce_dtype": "fp64"}, Grade.BITWISE),
-        ({"model": GPT_UNTIED, "transport": "native", "plan": "model", "ranks": 4}, Grade.BITWISE),
+        ({"model": GPT, "transport": "native", "plan": "model", "ranks": 4}, Grade.BITWISE),
         ({"model": "gpt-debug-tied", "reshard_after_forward": "never"}, Grade.BITWISE),
         ({"model": LLAMA, "ranks": 4}, Grade.REDUCTION_ORDER),
     ],
@@ -143,7 +139,7 @@ def test_passes_left_out_change_messages_and_no_bit(runs: Runs, disabled: tuple[
     report = compare_runs(eager, compiled)
     assert report.asked is Grade.BITWISE
     assert report.passed, report.reasons
-    found, predicted = compiled[0].collectives, one_block.predicted("compiled", case)
+    found, predicted = compiled[0].collectives, compiled[0].predicted
     assert predicted is not None and sorted(found, key=str) == sorted(predicted, key=str)
     params, buckets = len(eager[1]), len(build_plan(build_model(case.model, seed=0)).buckets)
     assert counts(compiled)["forward", "all_gather"] == (params if "bucket_gathers" in disabled else buckets)
@@ -248,7 +244,7 @@ def test_inductor_agrees_within_the_compiler_grade(runs: Runs, case: JobConfig) 
     report = compare_runs(runs("eager", case), compiled, runs.referee(case))
     assert report.asked is Grade.COMPILER
     assert report.passed, report.reasons
-    predicted = one_block.predicted("compiled", case)
+    predicted = compiled[0].predicted
     assert predicted is not None and sorted(compiled[0].collectives, key=str) == sorted(predicted, key=str)
 
 
