@@ -79,7 +79,7 @@ def commands(draw: DrawFn, *, backends: Sequence[str] = ("aot_eager",)) -> str:
     if "compiled" in engines:
         options["backend"] = draw(st.sampled_from(backends))
         options["disabled_passes"] = ",".join(draw(st.one_of(st.just([]), subsets(PASSES)))) or "none"
-    unknown = draw(st.sampled_from((*[None] * 24, *UNKNOWN_OPTIONS)))
+    unknown = draw(st.sampled_from((*[None] * 60, *UNKNOWN_OPTIONS)))
     words = [word for name, value in options.items() if value != DEFAULTS.get(name) for word in (_option(name), value)]
     return shlex.join((*COMMAND, *words, *((unknown, UNKNOWN_OPTIONS[unknown]) if unknown else ())))
 
