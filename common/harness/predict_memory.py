@@ -5,9 +5,12 @@ have fewer rows, or none. Elements on one rank, per parameter:
 
     engine          parameters     gradients      gathered
     single, ddp     d0 * rest      d0 * rest      0
-    eager           c * rest       c * rest       W * c * rest
+    eager           c * rest       c * rest       W * c * rest, in lines
     torch-fsdp2     c * rest       c * rest       W * c * rest
     compiled        own rows       c * rest       W * c * rest, of what backward reads
+
+In lines: of the parameters of a bucket, each but the last takes whole lines of 32 elements in the buffer in which they
+are whole, so that the next begins aligned. On one rank that buffer is the one of the shards.
 
 Parameters and gradients are in the dtype of the parameters, gathered ones in that of compute. Gathered parameters are
 kept between forward and backward where weights are not given back, else nowhere between two phases; on one rank nothing
@@ -31,11 +34,14 @@ from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER
 from common.harness.memory_record import START, PredictedPoint
 from common.harness.predict import is_covered, read_params
 from common.job import JobConfig
+from common.plan import build_plan
 
 _WHOLE = {SHORT_NAMES[name] for name in ("single", "ddp")}
 _PADDED = {SHORT_NAMES[name] for name in ("eager", "torch-fsdp2", "torch-fsdp2-prefetch")}
 _COMPILED = SHORT_NAMES["compiled"]
+_EAGER = SHORT_NAMES["eager"]
 _STEP_COUNT_BYTES = 4
+_LINE = 32
 
 
 def predict_memory(engine: str, model: nn.Module, job: JobConfig, *, rank: int) -> list[PredictedPoint] | None:
@@ -55,16 +61,14 @@ def predict_memory(engine: str, model: nn.Module, job: JobConfig, *, rank: int) 
     own = sum(_numel(param, ranks, rank) * param.itemsize for param in params.values())
     padded = sum(_numel(param, ranks, 0) * param.itemsize for param in params.values())
     kept = own if path == _COMPILED else padded
+    if path == _EAGER and ranks == 1:
+        kept = _whole_numel(path, model, job, params) * next(iter(params.values())).itemsize
     state = 0 if job.optimizer == "sgd" else 2 * own + _STEP_COUNT_BYTES * len(params)
     gathered: int | None = 0
     if ranks > 1 and job.reshard_after_forward == "never":
         names = _gathered_for_backward(path, model, job)
-        gathered = (
-            None
-            if names is None
-            else ranks
-            * sum(_numel(params[name], ranks, 0) * job.mp_policy.compute_dtype(params[name]).itemsize for name in names)
-        )
+        compute_dtype = job.mp_policy.compute_dtype(next(iter(params.values())))
+        gathered = None if names is None else _whole_numel(path, model, job, names) * compute_dtype.itemsize
     return [
         PredictedPoint(START, kept, state, 0, 0),
         PredictedPoint(FORWARD, kept, state, 0, gathered),
@@ -78,6 +82,16 @@ def _gathered_for_backward(path: str, model: nn.Module, job: JobConfig) -> Itera
     if path != _COMPILED:
         return [name for name, _ in model.named_parameters()]
     return None if job.backend == "inductor" else read_params(model, decomposed=False)
+
+
+def _whole_numel(path: str, model: nn.Module, job: JobConfig, names: Iterable[str]) -> int:
+    """Elements of the buffers in which the parameters `names` are whole."""
+    sizes = {name: job.ranks * _numel(model.get_parameter(name), job.ranks, 0) for name in names}
+    total = sum(sizes.values())
+    if path == _EAGER:
+        for bucket in build_plan(model, job.plan).buckets:
+            total += sum(-sizes[name] % _LINE for name in bucket.params[:-1])
+    return total
 
 
 def _numel(param: torch.Tensor, ranks: int, rank: int) -> int:
