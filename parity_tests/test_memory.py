@@ -220,7 +220,7 @@ def test_engines_hold_what_they_promise(runs: Runs, engine: str, model: str) -> 
             assert memory.points[2].other == 2 * 17 * 8 + 4  # two sequences of tokens, and the loss
 
 
-@pytest.mark.parametrize("name", ["llama-2-never", "llama-3-bf16", "gpt-tied-2-bf16-never"])
+@pytest.mark.parametrize("name", ["llama-2-never", "one-llama-3-bf16", "one-gpt-tied-2-bf16-never"])
 def test_compiled_engine_holds_what_it_promises(runs: Runs, name: str) -> None:
     """Own rows without padding, padded gradients; kept weights are those that backward reads, so no bias, no table."""
     job = JOBS[name]
