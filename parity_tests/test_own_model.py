@@ -259,8 +259,8 @@ def test_examples_run_from_elsewhere(pool: RankPool, monkeypatch: pytest.MonkeyP
 
 
 def test_inputs_are_cast_by_the_policy(pool: RankPool, monkeypatch: pytest.MonkeyPatch, elsewhere: Path) -> None:
-    """Pictures are float32, three ranks compute in bf16 and reduce in it: engines agree, the example's among them."""
-    words = ("--model", "my_model:build", *SMALL, "--ranks", "3", "--param-dtype", "bf16", "--reduce-dtype", "bf16")
+    """Inputs are float32, three ranks compute in bf16 and reduce in it: engines agree, the example's among them."""
+    words = ("--model", f"{TASKS}:linear", *SMALL, "--ranks", "3", "--param-dtype", "bf16", "--reduce-dtype", "bf16")
     grades = reached(compare(pool, monkeypatch, *words, "--engines", "eager,compiled,my_engine"))
     assert grades["compiled", "eager"] == "bitwise"
 
