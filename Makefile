@@ -15,6 +15,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS ?= dev
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -64,7 +65,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	"$(BIN)/python" -c "" >/dev/null 2>&1 || "$$chosen" -m venv --clear $(VENV)
 	echo "make: installing into $(VENV) with $$($(BIN)/python --version)" >&2
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 compiler:
