@@ -51,7 +51,15 @@ from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
 from bench.stages import Bisection, bisect, stage_jobs
-from bench.store import Comparison, find_run, is_benchmark, load_comparison, make_run_folder, save_comparison
+from bench.store import (
+    Comparison,
+    find_run,
+    is_benchmark,
+    load_comparison,
+    make_run_folder,
+    save_comparison,
+    save_explanation,
+)
 from bench.trace_files import SUFFIX, load_steps, saved_traces
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
@@ -103,9 +111,11 @@ def compare(options: CompareOptions) -> int:
             save_comparison(folder, comparison)  # whatever comes of what follows
         if options.bisect_passes:
             comparison = replace(comparison, bisections=tuple(_bisect(ranks, comparison, runs, options.timeout_s)))
-        if options.explain and not all(report.passed for report in comparison.reports):
+        if options.explain and not comparison.holds and all(report.passed for report in comparison.reports):
+            _say(ranks, "explain: every pair passes, so there is nothing to replay; what fails is in the verdict")
+        elif options.explain and not comparison.holds:
             comparison = replace(
-                comparison, explanation=_explain(ranks, comparison, _worst(comparison), options.timeout_s)
+                comparison, explanation=_explain(ranks, comparison, _first_to_explain(comparison), options.timeout_s)
             )
     if folder is not None:
         save_comparison(folder, comparison)
@@ -123,11 +133,11 @@ def explain(options: ExplainOptions) -> int:
         raise ConfigError(f"explain {folder}: expected a run of compare, found one of bench; compare the same job")
     comparison = load_comparison(folder)
     report = _chosen(comparison, options.pair)
-    check(comparison.job, report.reference, [report.candidate], options.out)
+    check(comparison.job, report.reference, [report.candidate], folder)
     with open_ranks(comparison.job.ranks) as ranks:
         explanation = _explain(ranks, comparison, report, options.timeout_s)
         if ranks.is_main:
-            save_comparison(folder, replace(comparison, explanation=explanation))
+            save_explanation(folder, explanation)
             emit(explanation_document(explanation), options.format)
     return HOLDS if explanation.passed else FAILS
 
@@ -244,7 +254,7 @@ def list_names(options: ListOptions) -> int:
 def _chosen(comparison: Comparison, pair: tuple[str, str] | None) -> ParityReport:
     """The report on `pair`; without one on the pair that most needs explaining."""
     if pair is None:
-        return _worst(comparison)
+        return _first_to_explain(comparison)
     for report in comparison.reports:
         if (report.reference, report.candidate) == pair:
             return report
@@ -252,7 +262,7 @@ def _chosen(comparison: Comparison, pair: tuple[str, str] | None) -> ParityRepor
     raise ConfigError(f"pair: expected one that was judged, found {','.join(pair)}; judged are {judged}")
 
 
-def _worst(comparison: Comparison) -> ParityReport:
+def _first_to_explain(comparison: Comparison) -> ParityReport:
     """The first pair that fails, else the first whose bits differ, else the first."""
     reports = comparison.reports
     differing = (report for report in reports if report.first_divergence is not None)
@@ -264,9 +274,17 @@ def _explain(ranks: Ranks, comparison: Comparison, report: ParityReport, timeout
     return explain_pair(ranks, comparison.job, report, records, timeout_s)
 
 
+def _say(ranks: Ranks, line: str) -> None:
+    if ranks.is_main:
+        print(line, file=sys.stderr)
+
+
 def _bisect(ranks: Ranks, comparison: Comparison, runs: Mapping[str, Run], timeout_s: float) -> Iterator[Bisection]:
     """Take apart each candidate that is compiled, against what it was first judged against."""
-    for report in {report.candidate: report for report in reversed(comparison.reports)}.values():
+    first: dict[str, ParityReport] = {}
+    for report in comparison.reports:
+        first.setdefault(report.candidate, report)
+    for report in first.values():
         bits = report.asked is Grade.BITWISE
         known = {name: run for name, run in runs.items() if name in (report.reference, REFEREE, *PEERS)}
         found = bisect(

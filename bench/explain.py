@@ -17,7 +17,7 @@ from bench.judge import REFEREE
 from bench.progress import watch
 from bench.stages import Bisection, bisect, stage_jobs
 from common.harness.compare import expected_grade, referee_job
-from common.harness.divergence import Divergence, Finding, PlaceRow, compare_walks
+from common.harness.divergence import Finding, PlaceRow, WalkComparison, compare_walks
 from common.harness.grades import ErrorBound, Grade
 from common.harness.launch import Ranks
 from common.harness.records import RunRecord, row_of
@@ -92,9 +92,9 @@ def explain(
         for name, its_job in jobs.items():
             engine, on_progress = "single" if name == REFEREE else name, watcher.begin(name)
             replayed[name] = replay(ranks, engine, its_job, step, on_progress=on_progress, timeout_s=timeout_s)
-    divergence = _compare(replayed, report, jobs)
+    divergence = _compare(replayed, report, jobs, records[-1].process_group)
     bisection = None
-    if divergence.finding is None or not divergence.finding.is_astray:  # else it is there without a compiler
+    if divergence.finding is None or not divergence.finding.breaks_promise:  # else it is there without a compiler
         # the candidate is taken apart, or, if nothing compiles that, the reference
         taken, other = (candidate, reference) if stage_jobs(candidate, job) else (reference, candidate)
         bits, short = report.asked is Grade.BITWISE, replace(job, steps=step + 1)
@@ -112,10 +112,18 @@ def explain(
     )
 
 
-def _compare(replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig]) -> Divergence:
+def _compare(
+    replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig], process_group: str
+) -> WalkComparison:
     reference, candidate = replayed[report.reference], replayed[report.candidate]
     ours = jobs[report.candidate]
-    grade = expected_grade(jobs[report.reference], report.reference, report.candidate, candidate_job=ours)
+    grade = expected_grade(
+        jobs[report.reference],
+        report.reference,
+        report.candidate,
+        candidate_job=ours,
+        process_group=process_group,
+    )
     bitwise = report.asked is Grade.BITWISE and grade is Grade.BITWISE
     bound = ErrorBound.of(
         Grade.COMPILER if report.asked is Grade.BITWISE else report.asked,
@@ -137,11 +145,18 @@ def _notes(
     for record in records:
         name = record.engine
         if jobs[name] != job:
-            packing = f", with the plan {jobs[name].plan}" if jobs[name].plan != job.plan else ""
-            notes.append(f"{name} is walked uncompiled{packing}, since a compiled graph calls no modules")
+            notes.append(
+                f"{name} is walked uncompiled, since a compiled graph calls no modules: {_changed(job, jobs[name])}"
+            )
         elif replayed[name].digests != record.grad_digests[step]:
             notes.append(
                 f"the replay of {name} has other gradients than its record: it is not the same from run to run, or "
                 "code or machine are other ones"
             )
     return notes
+
+
+def _changed(job: JobConfig, walked: JobConfig) -> str:
+    """The options in which two jobs differ, in words."""
+    before, after = job.to_dict(), walked.to_dict()
+    return ", ".join(f"{name} {after[name] or 'none'}" for name in after if after[name] != before[name])

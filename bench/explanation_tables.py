@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -20,19 +21,17 @@ BEFORE, AFTER = 4, 8
 def full_document(comparison: Comparison, lanes: Section | None = None) -> Document:
     """The document of a comparison, and below its own what was found out about it."""
     document = comparison_document(comparison, lanes)
-    for bisection in comparison.bisections:
-        document = replace(
-            document,
-            lines=(*document.lines, *bisection.lines),
-            sections=(*document.sections, _stage_section(bisection)),
-        )
-    explanation = comparison.explanation
-    if explanation is None:
-        return document
+    explanation, bisections = comparison.explanation, comparison.bisections
+    lines = [line for bisection in bisections for line in bisection.lines]
+    sections = []
+    if explanation is not None:
+        lines += [_title(explanation), *_lines(explanation)]
+        sections += _walk_sections(explanation)
+        bisections = (*bisections, *_bisections(explanation))
     return replace(
         document,
-        lines=(*document.lines, _title(explanation), *_lines(explanation)),
-        sections=(*document.sections, *_sections(explanation)),
+        lines=(*document.lines, *lines),
+        sections=(*document.sections, *sections, *_stage_sections(bisections)),
     )
 
 
@@ -42,7 +41,7 @@ def explanation_document(explanation: Explanation) -> Document:
         title=_title(explanation),
         holds=explanation.passed,
         lines=tuple(_lines(explanation)),
-        sections=tuple(_sections(explanation)),
+        sections=(*_walk_sections(explanation), *_stage_sections(_bisections(explanation))),
         machine={"explanation": _without_tables(explanation)},
     )
 
@@ -55,8 +54,12 @@ def _without_tables(explanation: Explanation) -> dict[str, Any]:
     return data
 
 
-def _sections(explanation: Explanation) -> list[Section]:
-    """The walk, and the stages, as far as there are any."""
+def _bisections(explanation: Explanation) -> tuple[Bisection, ...]:
+    return () if explanation.bisection is None else (explanation.bisection,)
+
+
+def _walk_sections(explanation: Explanation) -> list[Section]:
+    """The walk, if there was one."""
     if not explanation.rows:
         return []
     walk = frame(({"place": row.place, **asdict(row)} for row in explanation.rows), _columns())
@@ -66,18 +69,16 @@ def _sections(explanation: Explanation) -> list[Section]:
     shown = slice(max(0, at - BEFORE), at + AFTER)
     title = f"Step {explanation.step}, {explanation.candidate} against {explanation.reference}, place by place"
     note = f"{len(walk.iloc[shown])} of {len(walk)} places; csv and json hold all; errors are relative to float64"
-    sections = [Section("walk", title, walk, view_walk(walk.iloc[shown]), (note, *explanation.notes))]
-    if explanation.bisection is not None:
-        sections.append(_stage_section(explanation.bisection))
-    return sections
+    return [Section("walk", title, walk, view_walk(walk.iloc[shown]), (note, *explanation.notes))]
 
 
-def _stage_section(bisection: Bisection) -> Section:
-    """A compiled engine, stage by stage."""
-    rows = ({"engine": bisection.engine, **asdict(row)} for row in bisection.rows)
-    table = frame(rows, ("engine", *(field.name for field in fields(StageRow))))
-    title = f"{bisection.engine} against {bisection.reference}, stage by stage"
-    return Section("stages", title, table, view_stages(table))
+def _stage_sections(bisections: Sequence[Bisection]) -> list[Section]:
+    """Compiled engines, stage by stage, in one table."""
+    rows = [
+        {"engine": each.engine, "against": each.reference, **asdict(row)} for each in bisections for row in each.rows
+    ]
+    table = frame(rows, ("engine", "against", *(field.name for field in fields(StageRow))))
+    return [Section("stages", "Stage by stage", table, view_stages(table))] if rows else []
 
 
 def _columns() -> list[str]:
@@ -89,7 +90,7 @@ def _title(explanation: Explanation) -> str:
     if not explanation.rows:
         return f"NOTHING TO EXPLAIN: {explanation.candidate} has the bits of {explanation.reference} at every step"
     if finding is not None:
-        kind = "FIRST DIVERGENCE" if finding.is_astray else "NO DIVERGENCE BUT ROUNDING, which is first seen at"
+        kind = "FIRST DIVERGENCE" if finding.breaks_promise else "NO DIVERGENCE BUT ROUNDING, which is first seen at"
         return f"{kind}: step {step}, {finding.row.place}"
     if explanation.bisection is not None and explanation.bisection.guilty is not None:
         return f"FIRST DIVERGENCE: step {step}, brought in by the stage {explanation.bisection.guilty}"

@@ -169,6 +169,11 @@ def parse(words: Sequence[str]) -> Options:
     _check_latency(parse_link(given["link"]), found.timeout)
     if given["link"] == FAKE_LINK:
         raise ConfigError("link fake: moves nothing, so there is nothing to judge; use bench, or another link")
+    if found.baseline and found.save_baseline and found.baseline.resolve() == found.save_baseline.resolve():
+        raise ConfigError(
+            f"baseline {found.baseline}: held against and written at once, it would forget what is worse; give one of "
+            "--baseline and --save-baseline, or two files"
+        )
     return CompareOptions(
         job=JobConfig(**given),
         engines=_candidates(found.engines, found.reference),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from bench.judge import collective_rows, engine_of, judge_pair, judging_jobs
+from bench.judge import engine_of, judge_pair, judging_jobs, off_plan
 from bench.progress import watch
 from common.engine import BLOCKWISE, SHORT_NAMES
 from common.harness.launch import Ranks
@@ -153,11 +153,7 @@ def bisect(
 
 def _row(name: str, run: Run, report: ParityReport) -> StageRow:
     record = run[0]
-    astray = [
-        f"{row.kind} in {row.phase}: the plan predicts {row.predicted_count}, counted {row.count}"
-        for row in collective_rows(name, record)
-        if row.ok is False
-    ]
+    astray = off_plan({name: record})
     return StageRow(
         stage=name,
         asked=str(report.asked),

@@ -31,6 +31,7 @@ from common.job import JobConfig
 SCHEMA_VERSION = 1
 REPORT = "report"
 """Name of the report's file, which no engine may have."""
+EXPLANATION = "explanation.json"
 BENCH = "bench"
 """Name of a benchmark's file."""
 LATEST = "latest"
@@ -131,8 +132,25 @@ def make_run_folder(out: Path, job: JobConfig, now: datetime) -> Path:
 
 
 def save_comparison(folder: Path, comparison: Comparison) -> None:
-    """Write the report; the records are there already."""
-    _file(folder).write_text(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
+    """Write the report, and the explanation if there is one; the records are there already."""
+    data = comparison.to_dict()
+    del data["explanation"]
+    _file(folder).write_text(json.dumps(data, indent=1, allow_nan=False))
+    if comparison.explanation is not None:
+        save_explanation(folder, comparison.explanation)
+
+
+def save_explanation(folder: Path, explanation: Explanation) -> None:
+    """Write what was found out later, beside the report, which stays as old as it is.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = folder / EXPLANATION
+    try:
+        path.write_text(json.dumps(json_ready(dataclasses.asdict(explanation)), indent=1, allow_nan=False))
+    except OSError as error:
+        raise ConfigError(f"run {path}: cannot be written: {error.strerror}; copy the run to another folder") from None
 
 
 def find_run(run: str, out: Path) -> Path:
@@ -182,7 +200,7 @@ def load_comparison(folder: Path) -> Comparison:
             records=records,
             reports=tuple(_report(each) for each in data["comparisons"]),
             bisections=tuple(Bisection.from_dict(each) for each in data.get("bisections", ())),
-            explanation=Explanation.from_dict(found) if (found := data.get("explanation")) else None,
+            explanation=_load_explanation(folder / EXPLANATION),
             held=Held.from_dict(data["held"]) if data.get("held") else None,
         )
 
@@ -215,6 +233,14 @@ def read_json(path: Path, what: str = "run", way_out: str = "run it again") -> d
     if not isinstance(data, dict):
         raise ConfigError(f"{what} {path}: expected a JSON object, found a {type(data).__name__}; {way_out}")
     return data
+
+
+def _load_explanation(path: Path) -> Explanation | None:
+    if not path.exists():
+        return None
+    data = read_json(path)
+    with naming(path):
+        return Explanation.from_dict(data)
 
 
 def _load_record(path: Path) -> RunRecord:

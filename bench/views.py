@@ -270,6 +270,8 @@ def view_stages(table: pd.DataFrame) -> pd.DataFrame:
     """One row per stage of a compiled engine."""
     return as_text(
         {
+            "engine": table["engine"],
+            "against": table["against"],
             "stage": table["stage"],
             "asked": table["asked"],
             "reached": table["reached"],

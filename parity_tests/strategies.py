@@ -31,7 +31,7 @@ BYTES = 256
 COMMAND = ("fsdp-parity", "compare")
 LARGEST_RANKS = 4
 LEARNING_RATES = {"sgd": "0.01", "adamw": "0.0001"}
-"""Small, so that training is stable: the trends over steps bound how an error feeds on itself for such only."""
+"""Small, so that training is stable and every step is judged: where it is not, the judge leaves steps out."""
 
 UNKNOWN_OPTIONS = {"--mesh": "2x2", "--grad-accum": "2", "--ac": "full"}
 """Options that are not there yet, and a value that each would take."""

@@ -71,7 +71,7 @@ def test_the_first_place_out_of_proportion_is_found_behind_rounding() -> None:
     one: Walk = {OUTPUT: ROWS, LATER: ROWS, GRADIENT: ROWS}
     other: Walk = {OUTPUT: ROUNDED, LATER: ROWS + 0.5, GRADIENT: 2 * ROWS}
     finding = compare_walks([one], [other], _double(one), BOUND).finding
-    assert finding is not None and finding.is_astray
+    assert finding is not None and finding.breaks_promise
     assert finding.row.place == "forward: output of 'later'"
 
 
@@ -80,7 +80,7 @@ def test_where_bits_were_asked_the_first_bit_is_found() -> None:
     one: Walk = {OUTPUT: ROWS, LATER: ROWS}
     other: Walk = {OUTPUT: ROUNDED, LATER: ROWS + 0.5}
     finding = compare_walks([one], [other], _double(one), BOUND, bitwise=True).finding
-    assert finding is not None and finding.is_astray
+    assert finding is not None and finding.breaks_promise
     assert (finding.row.place, finding.row.max_ulp) == ("forward: output of 'layer'", 1)
 
 
@@ -88,7 +88,7 @@ def test_rounding_alone_is_called_that() -> None:
     """Bits that differ within the bound everywhere are no divergence, and the cause says so."""
     one: Walk = {OUTPUT: ROWS}
     finding = compare_walks([one], [{OUTPUT: ROUNDED}], _double(one), BOUND).finding
-    assert finding is not None and not finding.is_astray
+    assert finding is not None and not finding.breaks_promise
     assert "rounding" in finding.causes[0]
 
 
@@ -97,7 +97,7 @@ def test_a_place_that_one_side_lacks_is_a_divergence() -> None:
     one: Walk = {OUTPUT: ROWS, GRADIENT: ROWS}
     for reference, candidate, side in ((one, {OUTPUT: ROWS}, "candidate"), ({OUTPUT: ROWS}, one, "reference")):
         finding = compare_walks([reference], [candidate], None, BOUND).finding
-        assert finding is not None and finding.is_astray
+        assert finding is not None and finding.breaks_promise
         assert finding.where == f"the {side} has none"
         assert finding.row.place == "gradient: gradient of 'layer.weight'"
 
@@ -110,7 +110,7 @@ def test_other_shapes_and_what_is_no_number_are_divergences() -> None:
     spoiled = ROWS.clone()
     spoiled[2, 1] = torch.nan
     finding = compare_walks([one], [{OUTPUT: spoiled}], _double(one), BOUND).finding
-    assert finding is not None and finding.is_astray and finding.index == (2, 1)
+    assert finding is not None and finding.breaks_promise and finding.index == (2, 1)
 
 
 ONE_ROW = "2 of 14 elements, in 1 of 7 rows ({}), all of the shards"
@@ -240,7 +240,10 @@ def test_explain_keeps_what_it_finds_with_the_run(tmp_path: Path) -> None:
     assert shown.code == 1
     assert shown.json["explanation"]["finding"]["row"]["name"] == "output.weight"
     assert {row["phase"] for row in shown.json["tables"]["walk"]} == set(Phase)
+    (report,) = tmp_path.glob("*/report.json")
+    written_ns = report.stat().st_mtime_ns
     again = call("explain", "latest", "--out", str(tmp_path), "--format", "json")
+    assert report.stat().st_mtime_ns == written_ns, "an old run that is explained is not the latest"
     assert again.code == 1
     assert again.json["explanation"]["finding"]["row"]["name"] == "output.weight"
 

@@ -74,7 +74,7 @@ class Finding:
 
     Attributes:
         row: the place.
-        is_astray: whether it is out of proportion; else the first place where bits differ.
+        breaks_promise: out of proportion, or other bits where equal ones were asked; else it is rounding.
         where: which elements differ, in words.
         index: of the element that is furthest off, in the tensor of all ranks.
         reference_value, candidate_value: that element.
@@ -82,7 +82,7 @@ class Finding:
     """
 
     row: PlaceRow
-    is_astray: bool
+    breaks_promise: bool
     where: str
     index: tuple[int, ...]
     reference_value: float
@@ -91,7 +91,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class WalkComparison:
     """Two walks, compared.
 
     Attributes:
@@ -129,7 +129,7 @@ def compare_walks(
     bound: ErrorBound,
     *,
     bitwise: bool = False,
-) -> Divergence:
+) -> WalkComparison:
     """Lay two steps side by side.
 
     Args:
@@ -143,8 +143,8 @@ def compare_walks(
     pairs += [_pair(place, reference, candidate, referee, bound) for place in extra]
     astray = next((pair for pair in pairs if pair.row.is_astray or (bitwise and pair.row.differing)), None)
     found = astray or next((pair for pair in pairs if pair.row.differing), None)
-    finding = None if found is None else _finding(found, pairs, len(candidate), is_astray=astray is not None)
-    return Divergence(tuple(pair.row for pair in pairs), finding)
+    finding = None if found is None else _finding(found, pairs, len(candidate), breaks_promise=astray is not None)
+    return WalkComparison(tuple(pair.row for pair in pairs), finding)
 
 
 def _pair(
@@ -209,16 +209,18 @@ def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first != second) & ~(first.isnan() & second.isnan())
 
 
-def _finding(pair: _Pair, pairs: Sequence[_Pair], ranks: int, *, is_astray: bool) -> Finding:
+def _finding(pair: _Pair, pairs: Sequence[_Pair], ranks: int, *, breaks_promise: bool) -> Finding:
     theirs, ours = pair.reference, pair.candidate
-    causes = _causes(pair, pairs, ranks) if is_astray else (ROUNDING,)
+    causes = _causes(pair, pairs, ranks) if breaks_promise else ()
+    if not pair.row.is_astray:
+        causes = (*causes, ROUNDING)
     if not theirs.numel():
-        return Finding(pair.row, is_astray, pair.row.note or "no element", (), math.nan, math.nan, causes)
+        return Finding(pair.row, breaks_promise, pair.row.note or "no element", (), math.nan, math.nan, causes)
     distance = (ours.double() - theirs.double()).abs().nan_to_num(nan=math.inf)
     flat = int(distance.argmax())
     return Finding(
         row=pair.row,
-        is_astray=is_astray,
+        breaks_promise=breaks_promise,
         where=describe_elements(_differing(theirs, ours), pair.place, ranks, stacked=pair.stacked),
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), theirs.shape)),
         reference_value=float(theirs.reshape(-1)[flat]),

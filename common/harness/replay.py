@@ -1,7 +1,8 @@
 """Run one side of a comparison again, up to one step, and walk through that step; see `instruments.walk`.
 
 What is walked is the engine without a compiler, since a compiled graph calls no module: `walkable` says which job that
-is, and that differs from the one that was judged in nothing but how it is compiled and packed.
+is: where nothing compiles, the one that was judged; else one without what only a graph can do, buckets, resharding and
+the ordered transport among it.
 """
 
 from __future__ import annotations
