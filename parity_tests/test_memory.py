@@ -217,7 +217,7 @@ def test_engines_hold_what_they_promise(runs: Runs, engine: str, model: str) -> 
         assert held(memory, "backward") == held(memory, "optimizer") == (kept, state, kept, 0)
         check_sums(memory)
         if sharded:
-            assert memory.points[2].other == 2 * 17 * 8 + 4  # two sequences of tokens, and the loss
+            assert memory.points[2].other == 2 * (2 * 16 * 8) + 4  # inputs and targets of two sequences, and the loss
 
 
 @pytest.mark.parametrize("name", ["llama-2-never", "one-llama-3-bf16", "one-gpt-tied-2-bf16-never"])
