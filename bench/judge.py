@@ -14,6 +14,7 @@ from itertools import combinations
 from common.engine import SHORT_NAMES
 from common.harness import peers
 from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade, referee_job
+from common.harness.instruments.collectives import BACKWARD
 from common.harness.memory_record import PREDICTED, START, MemoryPoint, PredictedPoint
 from common.harness.records import Run, RunRecord
 from common.job import JobConfig
@@ -162,12 +163,7 @@ def off_plan(records: Mapping[str, RunRecord]) -> list[str]:
     """Collectives that are not those of the plan, a line each."""
     found = []
     for engine, record in records.items():
-        for row in collective_rows(engine, record):
-            if row.ok is False:
-                found.append(
-                    f"{engine}: {row.kind} in {row.phase}: the plan predicts {row.predicted_count} with "
-                    f"{row.predicted_bytes} bytes, counted {row.count} with {row.bytes}"
-                )
+        found += [f"{engine}: {what}: {cause}" for what, cause in collective_failures(engine, record)]
         found += _memory_failures(engine, record)
     return found
 
@@ -187,6 +183,38 @@ def _memory_failures(engine: str, record: RunRecord) -> list[str]:
             + (f"; and {len(more)} more" if more else "")
         )
     return found
+
+
+def collective_failures(engine: str, record: RunRecord) -> list[tuple[str, str]]:
+    """The collectives that are not those of the plan: what was counted, and the likely cause."""
+    return [
+        (
+            f"{row.kind} in {row.phase}: the plan predicts {row.predicted_count} with {row.predicted_bytes} bytes, "
+            f"counted {row.count} with {row.bytes}",
+            collective_cause(row),
+        )
+        for row in collective_rows(engine, record)
+        if row.ok is False
+    ]
+
+
+def collective_cause(row: CollectiveRow) -> str:
+    """What the difference between counted and predicted suggests."""
+    assert row.predicted_count is not None and row.predicted_bytes is not None
+    if not row.predicted_count:
+        return "sent, and in no plan"
+    if not row.count:
+        again = (row.phase, row.kind) == (BACKWARD, "all_gather")
+        return "weights are kept after forward, not gathered again" if again else "never sent"
+    if row.count == row.predicted_count:
+        return (
+            "another dtype" if row.predicted_bytes in (2 * row.bytes, row.bytes / 2) else "other parameters, or padding"
+        )
+    if row.count < row.predicted_count:
+        return "messages are merged, or left out"
+    return (
+        "messages are not bucketed" if row.bytes == row.predicted_bytes else "something is gathered twice, or reduced"
+    )
 
 
 def _is_main(pair: Pair) -> bool:

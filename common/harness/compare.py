@@ -15,11 +15,12 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.harness.accuracy import Check, Kind, check_errors
-from common.harness.causes import likely_causes, narrow_grid
+from common.harness.causes import narrow_grid
 from common.harness.distance import max_ulp, relative_error
 from common.harness.grades import SPREAD, Grade, expected_grade, referee_job
 from common.harness.records import Run, RunRecord
 from common.harness.report import Divergence, ParamRow, ParityReport, StepRow, TrendRow
+from common.harness.run_causes import run_causes
 from common.job import JobConfig
 from common.policy import DTYPES
 
@@ -98,7 +99,7 @@ def compare_runs(
         margin=None if asked is Grade.BITWISE else min((check.margin for check in shown), default=None),
         passed=not reasons,
         reasons=tuple(reasons),
-        causes=_causes(candidate, referee, shown) if reasons and referee else (),
+        causes=_causes(reference, candidate, referee, shown) if reasons and referee else (),
         first_divergence=_first_divergence(reference[0], candidate[0]),
         params=tuple(_param_rows(reference, candidate, shown, asked)),
         steps=tuple(_step_rows(reference[0], candidate[0])),
@@ -206,10 +207,9 @@ def _reasons(asked: Grade, reference: Run, candidate: Run, checks: list[Check]) 
         yield f"and {len(failed) - REASONS} more errors above their bounds, of {len(checks)}"
 
 
-def _causes(candidate: Run, referee: Run, checks: list[Check]) -> tuple[str, ...]:
+def _causes(reference: Run, candidate: Run, referee: Run, checks: list[Check]) -> tuple[str, ...]:
     wrong = dict.fromkeys(check.param for check in checks if not check.holds and check.kind is not Kind.TREND)
-    names = [name for name in wrong if name is not None]
-    return likely_causes(names, candidate[1], referee[1], JobConfig.from_dict(candidate[0].job).ranks)
+    return run_causes(reference, candidate, referee, [name for name in wrong if name is not None])
 
 
 def _first_divergence(reference: RunRecord, candidate: RunRecord) -> Divergence | None:

@@ -96,6 +96,7 @@ class RunRecord:
         grad_norms: [step], L2 norm of the whole gradient, summed in float64.
         grad_digests: [step][parameter], hash of the whole gradient's bits.
         param_norms: [step][parameter], L2 norm of each parameter's whole gradient, in float64.
+        update_norms: [step][parameter], L2 norm of what the optimizer changed; no grade rests on it.
         collectives: one step's collectives on rank 0, once warm.
         predicted: what the plan says they should be; None where no formula covers the model.
         memory: one step's on each rank, once warm.
@@ -112,6 +113,7 @@ class RunRecord:
     grad_norms: list[float]
     grad_digests: list[dict[str, str]]
     param_norms: list[dict[str, float]]
+    update_norms: list[dict[str, float]] = field(default_factory=list)
     collectives: list[CollectiveCount] = field(default_factory=list)
     predicted: list[CollectiveCount] | None = None
     memory: list[StepMemory] = field(default_factory=list)
@@ -153,11 +155,16 @@ class RunRecord:
                 # float() also reads the strings that stand for numbers which are not finite
                 "losses": [[float(loss) for loss in ranks] for ranks in data["losses"]],
                 "grad_norms": [float(norm) for norm in data["grad_norms"]],
-                "param_norms": [{name: float(norm) for name, norm in step.items()} for step in data["param_norms"]],
+                "param_norms": [_floats(step) for step in data["param_norms"]],
+                "update_norms": [_floats(step) for step in data["update_norms"]],
             }
         )
         _check_record(record)
         return record
+
+
+def _floats(values: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 Run = tuple[RunRecord, dict[str, torch.Tensor]]

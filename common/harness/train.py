@@ -43,6 +43,7 @@ from common.harness.instruments.walk import (
     record_gradients,
     record_parameters,
 )
+from common.harness.instruments.updates import local_copies, update_norms
 from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.memory_record import START, PredictedPoint, StepMemory, Timeline
@@ -72,6 +73,7 @@ class RankResult:
     Attributes:
         losses: [step], mean over this rank's sequences; like gradients empty where nothing can be judged.
         gradients: [step].
+        update_norms: [step][parameter], see `RunRecord`.
         timeline: of the step that `memory` is about.
         first_step_s: time of the first step, compilation included.
         trace: one step, if it was asked for.
@@ -80,6 +82,7 @@ class RankResult:
     process_group: str
     losses: list[float] = field(default_factory=list)
     gradients: list[GradientSummary] = field(default_factory=list)
+    update_norms: list[dict[str, float]] = field(default_factory=list)
     collectives: list[CollectiveCount] = field(default_factory=list)
     predicted: list[CollectiveCount] | None = None
     memory: StepMemory | None = None
@@ -147,6 +150,7 @@ def assemble(engine_name: str, job: JobConfig, results: Sequence[RankResult | No
         grad_norms=[gradients.norm for gradients in main.gradients],
         grad_digests=[gradients.digests for gradients in main.gradients],
         param_norms=[gradients.norms for gradients in main.gradients],
+        update_norms=main.update_norms,
         collectives=main.collectives,
         predicted=main.predicted,
         memory=[result.memory for result in taking_part if result.memory is not None],
@@ -248,7 +252,9 @@ class Training:
         """One step whose loss and gradients are recorded; the gradients of step 0 are kept whole."""
         self.result.losses.append(self._loss_and_backward(step).item())
         self.result.gradients.append(collect_gradients(self.model, rank=self.rank, ranks=self.ranks, keep=step == 0))
+        before = local_copies(self.model)
         self._update()
+        self.result.update_norms.append(update_norms(self.model, before))
 
     def instrumented_steps(self) -> None:
         """Two more steps, at the earliest the third and fourth: one counts collectives, one measures memory."""

@@ -39,7 +39,7 @@ from common.torch_private import Operator, record_events
 PHASE, COMPUTE, OPERATORS, LINK = "phase", "compute", "operators", "link"
 """Lanes; there may be several links, told apart by their ranks."""
 LAUNCH, WAIT = "launch", "wait"
-_WAIT_TENSOR = "_c10d_functional::wait_tensor"
+WAIT_TENSOR = "_c10d_functional::wait_tensor"
 _GLOO = "gloo:"
 
 
@@ -88,7 +88,7 @@ def record_trace(rank: int, ranks: int, meter: Meter) -> Iterator[Trace]:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """A collective as it was launched; `address` is that of the buffer it writes."""
 
     start_s: float
@@ -115,7 +115,7 @@ def trace_spans(
     if not phases:
         return []
     zero_s = phases[0][1].start_ns / 1e9
-    launches = _launches(operators, ranks)
+    launches = launches_of(operators, ranks)
     spans = [Span(PHASE, PHASE, name, *_times(each)) for name, each in phases]
     calls = [Span(COMPUTE, LAUNCH, each.bucket, each.start_s, each.end_s, each.bytes) for each in launches]
     if log:
@@ -135,8 +135,8 @@ def trace_spans(
     return [_shifted(span, zero_s) for span in spans]
 
 
-def _launches(operators: Sequence[Operator], ranks: int) -> list[_Launch]:
-    """The collectives in order of launch, each with its bucket."""
+def launches_of(operators: Sequence[Operator], ranks: int) -> list[Launch]:
+    """The collectives among `operators` [in order of time], in order of launch, each with its bucket."""
     found = []
     graphs: dict[str, dict[str, Iterator[str]]] = {}
     for operator in operators:
@@ -148,7 +148,7 @@ def _launches(operators: Sequence[Operator], ranks: int) -> list[_Launch]:
             bucket = _bucket(operator.inside, way_of(kind), graphs)
             written = operator.arguments[0] if operator.arguments else ()
             address = written[0].address if written else None
-            found.append(_Launch(*_times(operator), kind, bucket, size, address))
+            found.append(Launch(*_times(operator), kind, bucket, size, address))
     return found
 
 
@@ -163,7 +163,7 @@ def _bucket(inside: Sequence[str], way: str, graphs: dict[str, dict[str, Iterato
 
 
 def _emulated_links(
-    log: Sequence[LogEntry], launches: Sequence[_Launch], offset_s: float
+    log: Sequence[LogEntry], launches: Sequence[Launch], offset_s: float
 ) -> tuple[list[Span], dict[tuple[str, int], str]]:
     """Spans of all links, and the bucket of each operation by group and index: one was issued in each launch.
 
@@ -181,7 +181,7 @@ def _emulated_links(
     return spans, buckets
 
 
-def _gloo_links(operators: Sequence[Operator], launches: Sequence[_Launch]) -> list[Span]:
+def _gloo_links(operators: Sequence[Operator], launches: Sequence[Launch]) -> list[Span]:
     """What gloo's thread was busy with: one collective after the other, in order of launch."""
     carried = [launch for launch in launches if launch.kind != "barrier"]
     busy = [each for each in operators if each.name.startswith(_GLOO)]
@@ -193,14 +193,14 @@ def _gloo_links(operators: Sequence[Operator], launches: Sequence[_Launch]) -> l
     ]
 
 
-def _reported_waits(operators: Iterable[Operator], launches: Sequence[_Launch]) -> list[Span]:
+def _reported_waits(operators: Iterable[Operator], launches: Sequence[Launch]) -> list[Span]:
     """Waits as engines and graphs report them; a graph's is told by the buffer that it waits for."""
     spans = []
     for operator in operators:
         read = read_bucket(operator.name)
         if read is not None and read[0] in (WAIT_GATHER, WAIT_REDUCE):
             spans.append(Span(COMPUTE, WAIT, read[1], *_times(operator)))
-        elif operator.name == _WAIT_TENSOR:
+        elif operator.name == WAIT_TENSOR:
             start_s, end_s = _times(operator)
             read_buffer = operator.arguments[0] if operator.arguments else ()
             address = read_buffer[0].address if read_buffer else None
@@ -218,7 +218,7 @@ def _one_after_the_other(calls: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _compute(phases: Sequence[Span], calls: Sequence[Span], launches: Sequence[_Launch]) -> list[Span]:
+def _compute(phases: Sequence[Span], calls: Sequence[Span], launches: Sequence[Launch]) -> list[Span]:
     """What is between collective calls; see [Note: whose compute]."""
     gathered = {each.bucket for each in launches if way_of(each.kind) == GATHER}
     spans = []

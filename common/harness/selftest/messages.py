@@ -1,0 +1,305 @@
+"""Faults inside an engine: which messages are sent, in which dtype and order, when, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.gradient import Reduction
+from common.harness.selftest.plant import Plant, Scene, named
+from common.harness.selftest.shards import PAIR, add_after
+from common.policy import MixedPrecisionPolicy
+
+_MIDDLE = ".1"
+"""How the name of the second block ends, in every model."""
+_COLLECTIVES = "fsdp_compiled.collectives:"
+
+
+def _call(at: str, change: Callable[..., Any]) -> tuple[Plant, ...]:
+    """`change(scene, original, *args, **options)` in the place of the function at `at`; every call is a hit."""
+
+    def act(scene: Scene, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            scene.hit()
+            return change(scene, original, *args, **options)
+
+        return call
+
+    return (Plant(at, act),)
+
+
+# The gradient contract
+
+
+def in_contract(change: Callable[[Reduction, int], Reduction]) -> dict[str, tuple[Plant, ...]]:
+    """`change` how gradients are averaged, given the contract and the world size, where each engine asks for it."""
+
+    def decide(scene: Scene, original: Callable[..., Reduction], **options: Any) -> Reduction:
+        return change(original(**options), options["world_size"])
+
+    places = {"eager": "fsdp_eager.bucket:plan_reduction", "compiled": "fsdp_compiled.graph:plan_reduction"}
+    return {engine: _call(place, decide) for engine, place in places.items()}
+
+
+def undivided(reduction: Reduction, ranks: int) -> Reduction:
+    """A sum where the mean belongs."""
+    return replace(reduction, postdivide=None)
+
+
+def divided_twice(reduction: Reduction, ranks: int) -> Reduction:
+    """Before the sum and after it."""
+    return replace(reduction, predivide=float(ranks))
+
+
+def divided_first(reduction: Reduction, ranks: int) -> Reduction:
+    """Before the sum instead of after it: the same mean, rounded otherwise where ranks are no power of two."""
+    return replace(reduction, predivide=reduction.postdivide, postdivide=None)
+
+
+def in_policy(change: Callable[[MixedPrecisionPolicy], MixedPrecisionPolicy]) -> dict[str, tuple[Plant, ...]]:
+    """`change` the mixed-precision policy on its way into each engine."""
+
+    def build(scene: Scene, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return original(*args, **options | {"mp_policy": change(options["mp_policy"])})
+
+    places = {"eager": "fsdp_eager.parallelize:GroupOptions", "compiled": "fsdp_compiled.parallelize:data_parallel"}
+    return {engine: _call(place, build) for engine, place in places.items()}
+
+
+def reduces_in_bf16(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Sums travel narrow."""
+    return replace(policy, reduce_dtype=torch.bfloat16)
+
+
+def computes_in_bf16(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Weights travel narrow, and compute is narrow."""
+    return replace(policy, param_dtype=torch.bfloat16)
+
+
+def in_plan(**changed: Any) -> dict[str, tuple[Plant, ...]]:
+    """Another bucket plan than the job's."""
+
+    def build(scene: Scene, original: Callable[..., Any], model: Any, spec: str, **options: Any) -> Any:
+        return original(model, changed.get("spec", spec), **options | {k: v for k, v in changed.items() if k != "spec"})
+
+    places = {"eager": "fsdp_eager.parallelize:build_plan", "compiled": "fsdp_compiled.parallelize:build_plan"}
+    return {engine: _call(place, build) for engine, place in places.items()}
+
+
+# What arrives
+
+
+def _keeps_own_eager(scene: Scene, original: Callable[..., Any], pending: Any) -> Any:
+    pending.received.copy_(pending.received[scene.rank].clone().expand_as(pending.received))
+    return original(pending)
+
+
+def _keeps_own_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    gm = original(gm, **options)
+
+    def own(received: Tensor) -> Tensor:
+        pieces = received.reshape(scene.ranks, -1)
+        return pieces[scene.rank].repeat(scene.ranks).view(received.shape)
+
+    _behind_reductions(gm, own)
+    return gm
+
+
+def _behind_reductions(gm: Any, function: Callable[[Tensor], Tensor]) -> None:
+    """Put `function` behind the wait of each reduction that is lowered already."""
+    wait = named(_COLLECTIVES + "WAIT")
+    for start in named(_COLLECTIVES + "find_lowered")(gm.graph):
+        (waited,) = (user for user in start.users if user.target == wait)
+        add_after(waited, function)
+
+
+KEEPS_OWN = {
+    "eager": _call("fsdp_eager.bucket:finish_reduction", _keeps_own_eager),
+    "compiled": _call("fsdp_compiled.graph:lower_reductions", _keeps_own_compiled),
+}
+
+
+def _sums_backwards_eager(scene: Scene, original: Callable[..., Any], pieces: Tensor) -> Any:
+    return original(pieces.flip(0))
+
+
+def _sums_backwards_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    gm = original(gm, **options)
+    _behind_reductions(gm, lambda received: received.view(scene.ranks, -1).flip(0).view(received.shape))
+    return gm
+
+
+SUMS_BACKWARDS = {
+    "eager": _call("fsdp_eager.collectives:sum_in_rank_order", _sums_backwards_eager),
+    "compiled": _call("fsdp_compiled.graph:lower_reductions", _sums_backwards_compiled),
+}
+
+
+def _unpacks_in_another_order_eager(
+    scene: Scene, original: Callable[..., Any], group: Any, params: Any, pending: Any
+) -> Any:
+    order = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
+    by_name = {param.name: param for param in params}
+    original(group, [by_name[order.get(param.name, param.name)] for param in params], pending)
+
+
+def _unpacks_in_another_order_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    by_param = {each.param: each for each in named(_COLLECTIVES + "find_reductions")(gm.graph)}
+    first, second = (by_param[name].wait for name in PAIR)
+    users = [(user, first, second) for user in first.users] + [(user, second, first) for user in second.users]
+    gm.graph.output_node().prepend(first)
+    gm.graph.output_node().prepend(second)
+    for user, old, new in users:
+        user.replace_input_with(old, new)
+    named(_COLLECTIVES + "stable_topological_sort")(gm.graph)
+    return original(gm, **options)
+
+
+UNPACKS_IN_ANOTHER_ORDER = {
+    "eager": _call("fsdp_eager.bucket:FSDPParamGroup.finish_reduction", _unpacks_in_another_order_eager),
+    "compiled": _call("fsdp_compiled.graph:bucket_reductions", _unpacks_in_another_order_compiled),
+}
+
+
+# How many messages
+
+
+def _gathers_again_eager(scene: Scene, original: Callable[..., Any], group: Any) -> None:
+    original(group)
+    if group.name.endswith(_MIDDLE):
+        group.wait_gather()
+        group.reshard()
+        original(group)
+
+
+def _gathers_again_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    gm = original(gm, **options)
+    gather = named(_COLLECTIVES + "find_gathers")(gm.graph)[-1]
+    with gm.graph.inserting_after(gather.wait):
+        again = gm.graph.call_function(gather.start.target, gather.start.args)
+    with gm.graph.inserting_after(again):
+        waited = gm.graph.call_function(gather.wait.target, (again,))
+    again.meta["val"], waited.meta["val"] = gather.start.meta["val"], gather.wait.meta["val"]
+    return gm
+
+
+GATHERS_AGAIN = {
+    "eager": _call("fsdp_eager.bucket:FSDPParamGroup.launch_gather", _gathers_again_eager),
+    "compiled": _call("fsdp_compiled.graph:bucket_gathers", _gathers_again_compiled),
+}
+
+
+def _left_out(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    return gm
+
+
+UNBUCKETED_GATHERS = {"compiled": _call("fsdp_compiled.graph:bucket_gathers", _left_out)}
+UNBUCKETED_REDUCTIONS = {"compiled": _call("fsdp_compiled.graph:bucket_reductions", _left_out)}
+
+
+def averages_the_loss(scene: Scene, loss: Tensor, logits: Tensor) -> Tensor:
+    """A message in forward that only shows a number."""
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+# What is kept
+
+
+def _frees_nothing(scene: Scene, original: Callable[..., Any], buffer: Any) -> None:
+    """Parameters are swapped and gathered as ever; their storage stays."""
+
+
+def _keeps_arguments(scene: Scene, original: Callable[..., Any], gm: Any, inputs: Any) -> Any:
+    run = original(gm, inputs)
+
+    def keeping(args: list[Any]) -> Any:
+        scene.kept[id(gm)] = list(args)
+        return run(args)
+
+    keeping._boxed_call = True  # type: ignore[attr-defined]
+    return keeping
+
+
+KEEPS_WEIGHTS = {"eager": _call("fsdp_eager.reshard:WholeBuffer.free", _frees_nothing)}
+KEEPS_ARGUMENTS = {"compiled": _call("fsdp_compiled.torch_private:boxed", _keeps_arguments)}
+
+
+def keeps_logits(scene: Scene, loss: Tensor, logits: Tensor) -> Tensor:
+    """Somebody holds on to the logits of the last step."""
+    scene.kept["logits"] = logits
+    return loss
+
+
+def _gathers_all_eager(scene: Scene, original: Callable[..., Any], schedule: Any, **options: Any) -> None:
+    original(schedule, **options)
+    for group in vars(schedule)["_groups"]:
+        schedule.unshard(group)
+
+
+def _gathers_all_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    """All gathers, and all waits for them, stand before the first operator that computes."""
+    gm = original(gm, **options)
+    gathers = named(_COLLECTIVES + "find_gathers")(gm.graph)
+    above = named("fsdp_compiled.schedule:_above")
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    for gather in gathers:
+        for node in above(gather.wait):
+            if node is not first:
+                first.prepend(node)
+    named(_COLLECTIVES + "stable_topological_sort")(gm.graph)
+    return gm
+
+
+GATHERS_ALL = {
+    "eager": _call("fsdp_eager.schedule:Schedule.begin_forward", _gathers_all_eager),
+    "compiled": _call("fsdp_compiled.graph:prefetch_gathers", _gathers_all_compiled),
+}
+
+
+# When
+
+
+def _never(scene: Scene, original: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Do nothing."""
+
+
+PREFETCHES_NOTHING = {
+    "eager": _call("fsdp_eager.schedule:Schedule.prefetch", _never),
+    "compiled": _call("fsdp_compiled.graph:prefetch_gathers", _left_out),
+}
+
+
+def _waits_early_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> None:
+    original(schedule, group)
+    if group is not None:
+        schedule.unshard(group)
+
+
+def _waits_early_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
+    gm = original(gm, **options)
+    for gather in named(_COLLECTIVES + "find_gathers")(gm.graph):
+        gather.start.append(gather.wait)
+    return gm
+
+
+WAITS_EARLY = {
+    "eager": _call("fsdp_eager.schedule:Schedule.prefetch", _waits_early_eager),
+    "compiled": _call("fsdp_compiled.graph:prefetch_gathers", _waits_early_compiled),
+}
+
+
+def _waits_at_once_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> None:
+    original(schedule, group)
+    schedule.finish_reduction()
+
+
+WAITS_FOR_REDUCTIONS = {
+    "eager": _call("fsdp_eager.schedule:Schedule.reduce", _waits_at_once_eager),
+    "compiled": _call("fsdp_compiled.graph:delay_reduction_waits", _left_out),
+}
