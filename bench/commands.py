@@ -44,12 +44,15 @@ from bench.options import (
     ExplainOptions,
     LanesOptions,
     ListOptions,
+    SelfTestOptions,
     ShowOptions,
     parse,
 )
 from bench.preflight import check
 from bench.progress import watch
 from bench.render import emit
+from bench.selftest import SelfTest, run_all
+from bench.selftest_tables import selftest_document
 from bench.stages import Bisection, bisect, stage_jobs
 from bench.store import (
     Comparison,
@@ -66,6 +69,7 @@ from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import Grade, ParityReport
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run
+from common.harness.selftest.faults import job_of
 from common.harness.stopwatch import Timing
 from common.harness.train import assemble
 
@@ -82,6 +86,8 @@ def run(words: Sequence[str]) -> int:
             return lanes(options)
         if isinstance(options, ExplainOptions):
             return explain(options)
+        if isinstance(options, SelfTestOptions):
+            return selftest(options)
         if isinstance(options, BenchOptions):
             return bench(options)
         return show(options) if isinstance(options, ShowOptions) else compare(options)
@@ -245,6 +251,15 @@ def _traced_lanes(folder: Path) -> Section | None:
     return lanes_section(load_steps(folder, (), cell=None, rank=0), rank=0)
 
 
+def selftest(options: SelfTestOptions) -> int:
+    """Plant faults and see that the judge catches each, by the right check and with the right cause."""
+    with open_ranks(max(job_of(fault.job, options.ranks).ranks for fault in options.faults)) as ranks:
+        test = SelfTest(ranks, options.ranks, timeout_s=options.timeout_s, on_run=_tell_run)
+        verdicts = run_all(test, options.faults, options.engines)
+    emit(selftest_document(verdicts), options.format)
+    return HOLDS if all(each.holds for each in verdicts) else FAILS
+
+
 def list_names(options: ListOptions) -> int:
     """Print what options can be given."""
     emit(list_document(), options.format)
@@ -292,6 +307,12 @@ def _bisect(ranks: Ranks, comparison: Comparison, runs: Mapping[str, Run], timeo
         )
         if found is not None:
             yield found
+
+
+def _tell_run(what: str) -> None:
+    """Say which run begins, unless nobody watches."""
+    if not os.environ.get("CI"):
+        print(what, file=sys.stderr, flush=True)
 
 
 def _tell_where(folder: Path, options: CompareOptions | BenchOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.parser import DEFAULT_LINK, build_parser, torchrun_ranks
+from bench.selftest import ENGINES
 from common.errors import ConfigError
 from common.harness.link import LinkChoice, parse_link
+from common.harness.selftest.faults import FAULTS, RANKS, Fault
 from common.job import CPU, FAKE_LINK, JobConfig
 
 
@@ -133,13 +136,32 @@ class LanesOptions:
 
 
 @dataclass(frozen=True)
+class SelfTestOptions:
+    """What `selftest` was asked for.
+
+    Attributes:
+        faults: what is planted; each in one of the engines at least.
+        engines: where, by name.
+        ranks: world size.
+        timeout_s: for one run, compilation included.
+        format: one of `bench.parser.FORMATS`.
+    """
+
+    faults: tuple[Fault, ...]
+    engines: tuple[str, ...]
+    ranks: int
+    timeout_s: float
+    format: str
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """What `list` was asked for."""
 
     format: str
 
 
-Options = CompareOptions | BenchOptions | ShowOptions | ExplainOptions | LanesOptions | ListOptions
+Options = CompareOptions | BenchOptions | ShowOptions | ExplainOptions | LanesOptions | SelfTestOptions | ListOptions
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -159,6 +181,8 @@ def parse(words: Sequence[str]) -> Options:
         return LanesOptions(found.run, found.out, found.engines, found.cell, found.rank, found.width, found.format)
     if found.command == "explain":
         return ExplainOptions(found.run, found.out, _pair(found.pair), found.timeout, found.format)
+    if found.command == "selftest":
+        return _selftest_options(found)
     given = {field.name: getattr(found, field.name) for field in fields(JobConfig) if hasattr(found, field.name)}
     if found.command == "bench":
         _check_not_given(words, [name for name, _ in found.sweep])
@@ -242,6 +266,37 @@ def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOpt
         timeout_s=found.timeout,
         profile=found.profile,
     )
+
+
+def _selftest_options(found: argparse.Namespace) -> SelfTestOptions:
+    if torchrun_ranks() is not None:
+        raise ConfigError(
+            "selftest: starts ranks of its own, for some faults more than for others; do without torchrun"
+        )
+    if found.ranks not in RANKS:
+        raise ConfigError(f"ranks: a self-test runs on {RANKS[0]} to {RANKS[-1]}, found {found.ranks}")
+    _check_known("engines", found.engines, ENGINES)
+    _check_known("faults", found.faults, tuple(FAULTS))
+    for name in found.faults:
+        if not set(FAULTS[name].plants) & set(found.engines):
+            raise ConfigError(
+                f"faults: {name!r} can be planted in {', '.join(FAULTS[name].plants)}, found --engines "
+                f"{','.join(found.engines)}; add one of them, or leave the fault out"
+            )
+    chosen = tuple(FAULTS[name] for name in found.faults or FAULTS)
+    faults = tuple(fault for fault in chosen if set(fault.plants) & set(found.engines))
+    return SelfTestOptions(faults, found.engines, found.ranks, found.timeout, found.format)
+
+
+def _check_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """See that each of `names` is known to the self-test, and there once."""
+    for i, name in enumerate(names):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+            raise ConfigError(f"{what}: {name!r} is none that a self-test has; {hint}")
+        if name in names[:i]:
+            raise ConfigError(f"{what}: expected each name once, found {name!r} twice")
 
 
 def _carrier(device: str, on_cpu: str) -> str:

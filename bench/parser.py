@@ -33,6 +33,7 @@ BENCH_STEPS = 3
 """Judged before an engine is timed."""
 DEFAULT_LINK = "pcie"
 LANES_WIDTH = 100
+SELFTEST_ENGINES = "eager,compiled,torch-fsdp2"
 BENCH_ENGINES = "eager,compiled,torch-fsdp2,torch-fsdp2-prefetch,ddp"
 SWEPT = ("link", "plan", "ranks", "reshard_after_forward", "backend", "block_backend", "disabled_passes")
 EXIT_CODES = (
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
     _add_explain(commands.add_parser("explain", help="replay a comparison to its first divergence and name the place"))
     _add_lanes(commands.add_parser("lanes", help="draw a traced step of several engines under each other"))
+    _add_selftest(commands.add_parser("selftest", help="plant faults in engines, and see that the judge catches each"))
     names = commands.add_parser("list", help="engines, models, plans, backends, passes, links, transports and dtypes")
     for command in (show, names):
         _add_format(command)
@@ -135,6 +137,26 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
         help="characters of the longest step (default: %(default)s)",
     )
     add("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
+    _add_format(parser)
+
+
+def _add_selftest(parser: argparse.ArgumentParser) -> None:
+    """The options of `selftest`."""
+    parser.epilog = (
+        "exit codes: 0 healthy engines pass and each fault is caught, with its cause; 1 not so; 2 wrong usage or "
+        "configuration; 3 a rank of a healthy engine crashed or hung"
+    )
+    add = parser.add_argument
+    add("--faults", type=_names, default=(), metavar="A,B", help="which to plant (default: all)")
+    add("--engines", type=_names, default=SELFTEST_ENGINES, metavar="A,B", help="where (default: %(default)s)")
+    add("--ranks", type=_count, default=2, metavar="N", help="processes; faults of order take 3 (default: %(default)s)")
+    add(
+        "--timeout",
+        type=_timeout,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="S",
+        help="seconds one run may take, compilation included (default: %(default)g)",
+    )
     _add_format(parser)
 
 

@@ -10,16 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bench import judge
 from common.errors import RankError
 from common.harness.compare import referee_job
 from common.harness.launch import Ranks
-from common.harness.selftest.faults import JOBS, Check, Fault
+from common.harness.selftest.faults import Check, Fault, job_of
 from common.harness.selftest.healthy import Finding, against_healthy
 from common.harness.selftest.run import Trial, try_engine
+from common.job import JobConfig
 
 ENGINES = ("eager", "compiled", "torch-fsdp2")
 """Those that faults can be planted in."""
@@ -34,14 +35,14 @@ class Verdict:
     Attributes:
         fault: None for the healthy engine.
         engine: where.
-        job: a key of `JOBS`.
+        job: what was trained.
         findings: all that the judge found.
         problem: why the fault was not put to the test, if it was not.
     """
 
     fault: Fault | None
     engine: str
-    job: str
+    job: JobConfig
     findings: tuple[Finding, ...]
     problem: str = ""
 
@@ -54,9 +55,15 @@ class Verdict:
     def named(self) -> Finding | None:
         """The finding of the check that is meant for the fault, with its cause; None if there is none."""
         fault = self.fault
-        return fault and next(
-            (each for each in self.findings if each.check is fault.caught_by and fault.cause in each.cause), None
-        )
+        if fault is None:
+            return None
+        meant = [each for each in self.findings if each.check is fault.caught_by]
+        return next((each for each in meant if self.cause in each.cause), None)
+
+    @property
+    def cause(self) -> str:
+        """What has to be named."""
+        return "" if self.fault is None else self.fault.cause.replace("LAST", str(self.job.ranks - 1))
 
     @property
     def holds(self) -> bool:
@@ -78,18 +85,36 @@ class Verdict:
             found = ", ".join(self.caught_by) or "nothing"
             return f"expected {self.fault.caught_by} to catch it, found {found}"
         causes = [finding.cause for finding in self.findings if finding.check is self.fault.caught_by and finding.cause]
-        return f"expected a cause with {self.fault.cause!r}, found {' | '.join(causes) or 'none'}"
+        return f"expected a cause with {self.cause!r}, found {' | '.join(causes) or 'none'}"
 
 
-class Bench:
-    """Runs engines on jobs, healthy ones once."""
+def run_all(test: SelfTest, faults: Iterable[Fault], engines: Sequence[str]) -> list[Verdict]:
+    """Each of `engines` healthy on each job that is needed, then each fault in each of them that it can be planted in."""
+    pairs = [(fault, engine) for fault in faults for engine in engines if engine in fault.plants]
+    needed = dict.fromkeys((engine, fault.job) for fault, engine in pairs)
+    healthy = [test.judge_healthy(engine, job) for engine, job in needed]
+    return healthy + [test.judge_fault(fault, engine) for fault, engine in pairs]
 
-    def __init__(self, ranks: Ranks, timeout_s: float, on_run: Callable[[str], None] = lambda what: None) -> None:
-        self._ranks, self._timeout_s, self._on_run = ranks, timeout_s, on_run
+
+class SelfTest:
+    """Runs engines on jobs, healthy ones once, and judges them.
+
+    Args:
+        ranks: where.
+        world_size: of every job but those that need more, see `job_of`.
+        timeout_s: for one run.
+        on_run: told what runs next.
+    """
+
+    def __init__(
+        self, ranks: Ranks, world_size: int, *, timeout_s: float, on_run: Callable[[str], None] = lambda what: None
+    ) -> None:
+        self._ranks, self._world_size = ranks, world_size
+        self._timeout_s, self._on_run = timeout_s, on_run
         self._healthy: dict[tuple[str, str], Trial] = {}
 
     def healthy(self, engine: str, job: str) -> Trial:
-        """`engine`, or the referee, on a job of `JOBS`."""
+        """`engine`, or the referee, on the job called `job`."""
         key = (engine, job)
         if key not in self._healthy:
             self._on_run(f"{engine}, healthy, {job}")
@@ -97,25 +122,28 @@ class Bench:
             self._healthy[key] = try_engine(
                 self._ranks,
                 _REFERENCE if is_referee else engine,
-                referee_job(JOBS[job]) if is_referee else JOBS[job],
+                referee_job(self._job(job)) if is_referee else self._job(job),
                 timeout_s=self._timeout_s,
             )
         return self._healthy[key]
 
     def judge_healthy(self, engine: str, job: str) -> Verdict:
         """Whether the healthy engine passes."""
-        return Verdict(None, engine, job, tuple(self._findings(engine, job, self.healthy(engine, job))))
+        return Verdict(None, engine, self._job(job), tuple(self._findings(engine, job, self.healthy(engine, job))))
 
     def judge_fault(self, fault: Fault, engine: str) -> Verdict:
         """What the judge makes of `fault`, planted in `engine`."""
         self._on_run(f"{engine}, {fault.name}")
         try:
-            trial = try_engine(self._ranks, engine, JOBS[fault.job], fault.name, timeout_s=self._timeout_s)
+            trial = try_engine(self._ranks, engine, self._job(fault.job), fault.name, timeout_s=self._timeout_s)
         except RankError as error:
-            return Verdict(fault, engine, fault.job, (), f"ended the ranks: {error}")
+            return Verdict(fault, engine, self._job(fault.job), (), f"ended the ranks: {error}")
         if not trial.hits:
-            return Verdict(fault, engine, fault.job, (), "not planted: what it replaces was never called")
-        return Verdict(fault, engine, fault.job, tuple(self._findings(engine, fault.job, trial)))
+            return Verdict(fault, engine, self._job(fault.job), (), "not planted: what it replaces was never called")
+        return Verdict(fault, engine, self._job(fault.job), tuple(self._findings(engine, fault.job, trial)))
+
+    def _job(self, name: str) -> JobConfig:
+        return job_of(name, self._world_size)
 
     def _findings(self, engine: str, job: str, trial: Trial) -> Iterable[Finding]:
         if trial.run is None:

@@ -117,12 +117,12 @@ def _of_factor(factor: float, ranks: int) -> str:
     """What a gradient of `factor` times the mean suggests."""
     twice = "" if ranks != 2 else ", or added twice"
     known = {
+        2.0: "2 times the mean: added twice",
         -1.0: "the wrong sign",
         float(ranks): f"{ranks} times the mean: summed over ranks, not averaged{twice}",
         1.0 / ranks: f"1/{ranks} of the mean: averaged twice",
         math.sqrt(ranks): f"sqrt({ranks}) times the mean: scaled by the norm of one rank's shard, not of all",
         1 / math.sqrt(ranks): f"1/sqrt({ranks}) of the mean: scaled by the norm of one rank's shard, not of all",
-        2.0: "2 times the mean: added twice",
     }
     for value, cause in known.items():
         if value != 1.0 and abs(factor / value - 1) < CLOSE / 2:

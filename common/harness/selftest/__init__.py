@@ -6,5 +6,7 @@ shards.py    plants that change gradients or weights by rows, one way of plantin
 steps.py     plants outside the engine: data, seeds, loss, optimizer
 messages.py  plants that change which messages are sent, when, and what is kept
 models.py    models that some faults need
+changes.py   what these do to the rows
+healthy.py   what a run has more of than the healthy one: bytes, exposed messages
 run.py       one engine on one job on one rank, with a fault or healthy
 """

@@ -12,17 +12,24 @@ from common.harness.selftest.shards import TARGET
 from common.job import JobConfig
 
 _MODELS = "common.harness.selftest.models:"
-_SMALL = JobConfig(
-    model=_MODELS + "small", steps=3, batch=6, seq=16, backend="aot_eager", link="none", lr=0.5, optimizer="sgd"
-)
-JOBS: Mapping[str, JobConfig] = {
+_SMALL = JobConfig(model=_MODELS + "small", steps=3, seq=16, backend="aot_eager", link="none", lr=0.5, optimizer="sgd")
+_JOBS: Mapping[str, JobConfig] = {
     "small": _SMALL,
-    "three ranks": replace(_SMALL, ranks=3),
+    "three ranks": _SMALL,
     "tied": replace(_SMALL, model=_MODELS + "tied"),
     "frozen": replace(_SMALL, model=_MODELS + "frozen"),
     "predicted": replace(_SMALL, model="llama-debug", lr=0.1),
 }
 """On the link that costs nothing: data moves in rank order there, and peaks of memory are the same every time."""
+RANKS = range(2, 5)
+"""World sizes that leave rows of every faulty parameter on the last rank."""
+
+
+def job_of(key: str, ranks: int) -> JobConfig:
+    """What is trained under the name `key` on `ranks` ranks; two cannot show an order, so "three ranks" has more."""
+    world = max(ranks, 3) if key == "three ranks" else ranks
+    return replace(_JOBS[key], ranks=world, batch=2 * world)
+
 
 Plants = Mapping[str, tuple[Plant, ...]]
 
@@ -52,9 +59,9 @@ class Fault:
         name: what tables and options call it.
         about: what it does, in one line.
         caught_by: the check that has to find it.
-        cause: a part of the text that has to be named as its likely cause, by the pattern alone.
+        cause: a part of the text that has to be named as its likely cause; LAST stands for the last rank.
         plants: by engine, how it is put in.
-        job: what is trained, a key of `JOBS`.
+        job: what is trained, see `job_of`.
     """
 
     name: str
@@ -95,14 +102,14 @@ _GRADIENTS = (
     _grade(
         "divide-missing",
         "one parameter's gradient is not divided",
-        "3 times the mean: summed over ranks",
+        "times the mean: summed over ranks",
         shards.in_gradients(changes.times_ranks, TARGET),
         "three ranks",
     ),
     _grade(
         "reduced-twice",
         "one parameter's gradient is added twice",
-        "2 times the mean: added twice",
+        "added twice",
         shards.in_gradients(changes.times(2.0), TARGET),
         "three ranks",
     ),
@@ -129,19 +136,19 @@ _GRADIENTS = (
     _grade(
         "last-rank-dropped",
         "the last rank's rows of one gradient are dropped",
-        "all rows of rank 1, the last, are wrong, the others right: zero",
+        "all rows of rank LAST, the last, are wrong, the others right: zero",
         shards.in_gradients(changes.dropped_on_last, TARGET),
     ),
     _grade(
         "row-dropped",
         "the last rank loses one row of one gradient",
-        "1 of 11 rows of rank 1, the last, are wrong, the others right: zero",
+        "rows of rank LAST, the last, are wrong, the others right: zero",
         shards.in_gradients(changes.without_first_row_on_last, TARGET),
     ),
     _grade(
         "uneven-divisor",
         "the last rank, whose shard is smaller, divides by less",
-        "all rows of rank 1, the last, are wrong, the others right: 2 times",
+        "all rows of rank LAST, the last, are wrong, the others right: 2 times",
         shards.in_gradients(changes.doubled_on_last),
     ),
     _grade(
@@ -245,7 +252,7 @@ _WEIGHTS = (
     _grade(
         "buffer-of-one-rank",
         "the last rank has another buffer",
-        "the loss of rank 1 alone",
+        "the loss of rank LAST alone",
         _on(steps.changes_a_buffer_on_last),
     ),
     _grade(
@@ -330,7 +337,7 @@ _SHAPES = (
     _shape(
         "unwritten-row",
         "a row of the last rank's gradient is not a number",
-        "in rows of rank 1",
+        "in rows of rank LAST",
         shards.in_gradients(changes.unwritten_on_last, TARGET),
     ),
 )
