@@ -89,7 +89,7 @@ class Verdict:
 
 
 def run_all(test: SelfTest, faults: Iterable[Fault], engines: Sequence[str]) -> list[Verdict]:
-    """Each of `engines` healthy on each job that is needed, then each fault in each of them that it can be planted in."""
+    """Each of `engines` healthy on each job that is needed, then each fault in each engine that can have it."""
     pairs = [(fault, engine) for fault in faults for engine in engines if engine in fault.plants]
     needed = dict.fromkeys((engine, fault.job) for fault, engine in pairs)
     healthy = [test.judge_healthy(engine, job) for engine, job in needed]

@@ -40,14 +40,19 @@ def worst_row_error(tensor: torch.Tensor, truth: torch.Tensor, least: float = 0.
     """
     if truth.numel() == 0:
         return 0.0, 0
+    errors = row_errors(tensor, truth, least)
+    return float(errors.max()), int(errors.argmax())
+
+
+def row_errors(tensor: torch.Tensor, truth: torch.Tensor, least: float = 0.0) -> torch.Tensor:
+    """The relative error of each row of `tensor` [rows, ...], as float64 [rows]; arguments as in `worst_row_error`."""
     rows = truth.shape[0] if truth.dim() else 1
     truth = truth.double().reshape(rows, -1)
     norms = torch.linalg.vector_norm(truth, dim=1)
     mean = max(float(torch.linalg.vector_norm(truth)), least) / math.sqrt(rows)
     scale = torch.hypot(norms, torch.tensor(mean / math.sqrt(truth.shape[1]), dtype=torch.float64))
     differences = torch.linalg.vector_norm(tensor.double().reshape(rows, -1) - truth, dim=1)
-    errors = torch.where(differences == 0, 0.0, differences / scale)
-    return float(errors.max()), int(errors.argmax())
+    return torch.where(differences == 0, 0.0, differences / scale)
 
 
 def max_ulp(first: torch.Tensor, second: torch.Tensor) -> int | None:

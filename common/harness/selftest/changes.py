@@ -66,7 +66,7 @@ def unwritten_on_last(scene: Scene, name: str, rows: Tensor) -> Tensor:
 
 def of_the_step_before(scene: Scene, name: str, rows: Tensor) -> Tensor:
     """Handed out one step late; the first step's twice."""
-    before = scene.kept.get(name, rows)
+    before: Tensor = scene.kept.get(name, rows)
     scene.kept[name] = rows.clone()
     return before
 

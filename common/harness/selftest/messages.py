@@ -151,11 +151,12 @@ def _unpacks_in_another_order_eager(
 def _unpacks_in_another_order_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
     by_param = {each.param: each for each in named(_COLLECTIVES + "find_reductions")(gm.graph)}
     first, second = (by_param[name].wait for name in PAIR)
-    users = [(user, first, second) for user in first.users] + [(user, second, first) for user in second.users]
+    other = {first: second, second: first}
+    users = {**first.users, **second.users}
     gm.graph.output_node().prepend(first)
     gm.graph.output_node().prepend(second)
-    for user, old, new in users:
-        user.replace_input_with(old, new)
+    for user in users:
+        user.args = torch.fx.node.map_arg(user.args, lambda node: other.get(node, node))
     named(_COLLECTIVES + "stable_topological_sort")(gm.graph)
     return original(gm, **options)
 

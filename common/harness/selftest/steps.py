@@ -123,7 +123,7 @@ def loses_a_use(scene: Scene, model: nn.Module) -> None:
     def forward(x: Tensor) -> Tensor:
         return F.linear(x, head.weight.detach())
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign,assignment]
 
 
 def trains_the_frozen(scene: Scene, model: nn.Module) -> None:
@@ -181,7 +181,7 @@ def steps_late(scene: Scene, optimizer: torch.optim.Optimizer) -> None:
             param.grad = gradient
         step()
 
-    optimizer.step = late  # type: ignore[method-assign]
+    optimizer.step = late  # type: ignore[method-assign,assignment]
 
 
 def keeps_gradients(scene: Scene, optimizer: torch.optim.Optimizer) -> None:
