@@ -156,7 +156,7 @@ class RunRecord:
                 "losses": [[float(loss) for loss in ranks] for ranks in data["losses"]],
                 "grad_norms": [float(norm) for norm in data["grad_norms"]],
                 "param_norms": [_floats(step) for step in data["param_norms"]],
-                "update_norms": [_floats(step) for step in data["update_norms"]],
+                "update_norms": [_floats(step) for step in data.get("update_norms", [])],
             }
         )
         _check_record(record)

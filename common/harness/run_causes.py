@@ -34,9 +34,8 @@ def run_causes(reference: Run, candidate: Run, referee: Run, wrong: list[str]) -
         referee: the float64 run of the same job.
         wrong: parameters whose step-0 gradients are beyond their bounds.
     """
-    steps = {len(record.losses) for record, _ in (reference, candidate, referee)}
-    if len(steps) > 1:
-        return ()  # cut short: what is left says nothing
+    if not _are_comparable(reference, candidate, referee):
+        return ()
     lines = [*_presence(reference[1], candidate[1], referee[1])] or [*_not_finite(candidate)]
     if lines:
         return tuple(lines)
@@ -50,6 +49,14 @@ def run_causes(reference: Run, candidate: Run, referee: Run, wrong: list[str]) -
         if look.is_loss_off(step) or look.off_params(step):
             return (_wrong_step(look, step),)
     return (exchanged or "nothing beyond rounding: ranks or terms are added in another order",)
+
+
+def _are_comparable(reference: Run, candidate: Run, referee: Run) -> bool:
+    """Whether no run was cut short and each gradient has one shape; else what is left says nothing."""
+    runs = (reference, candidate, referee)
+    steps = {len(series) for record, _ in runs for series in (record.losses, record.param_norms, record.grad_digests)}
+    shapes = ({run[1][name].shape for run in runs if name in run[1]} for name in candidate[1])
+    return len(steps) == 1 and all(len(each) == 1 for each in shapes)
 
 
 # Phase 1 and 2
@@ -88,6 +95,10 @@ def _not_finite(candidate: Run) -> Iterator[str]:
                 "an overflow, or memory that was never written"
             )
             return
+    for step, (losses, norms) in enumerate(zip(record.losses, record.param_norms, strict=True)):
+        if not all(map(math.isfinite, (*losses, *norms.values()))):
+            yield f"finite until step {step}: updates that are too large, or memory that was never written"
+            return
 
 
 # What is off, step by step
@@ -116,6 +127,8 @@ class _Look:
         truths = self.referee.mean_losses[: step + 1]
         theirs, ours = self.reference.mean_losses[step], self.candidate.mean_losses[step]
         truth = truths[-1]
+        if truth == 0:
+            return ours != 0
         limit = self.bound.loss_limit(abs(theirs - truth) / abs(truth), self.bound.floor, truths)
         return abs(ours - truth) > limit * abs(truth) * math.sqrt(step + 1)
 
@@ -123,7 +136,8 @@ class _Look:
         """The parameters whose gradient's norm is beyond what it may be, at `step`."""
         found = []
         for name, truth in self.referee.param_norms[step].items():
-            theirs, ours = self.reference.param_norms[step][name], self.candidate.param_norms[step][name]
+            theirs = self.reference.param_norms[step].get(name, truth)
+            ours = self.candidate.param_norms[step].get(name, 0.0)
             # the larger of two rounding-sized differences may be many times the smaller, so CLOSE and not a bound
             if abs(ours - truth) > CLOSE * max(truth, theirs):
                 found.append(name)
@@ -142,7 +156,7 @@ def _wrong_loss(look: _Look, candidate: Run, referee: Run) -> str:
     if alone:
         whose = ", ".join(map(str, alone))
         return f"the loss of rank {whose} alone is off: a buffer, an input or a weight that only it has"
-    factor = sum(ours) / len(ours) / truth
+    factor = sum(ours) / len(ours) / truth if truth else 1.0
     for value in (float(len(ours)), 1.0 / len(ours)):
         if value != 1.0 and abs(factor / value - 1) < CLOSE / 10:
             return f"the loss is {value:.3g} times what it should be: summed over ranks or tokens, not averaged"
@@ -163,7 +177,8 @@ def _ranks_off(look: _Look) -> list[int]:
     if len(ours) != len(theirs):
         return []
     limit = look.bound.loss_limit(0.0, 0.0, [1.0])
-    off = [rank for rank, pair in enumerate(zip(ours, theirs, strict=True)) if abs(pair[0] / pair[1] - 1) > limit]
+    pairs = zip(ours, theirs, strict=True)
+    off = [rank for rank, (one, other) in enumerate(pairs) if abs(one - other) > limit * abs(other)]
     return off if len(off) < len(ours) else []
 
 
@@ -174,8 +189,8 @@ def _exchanged(look: _Look) -> str | None:
         return None
     limit = look.bound.loss_limit(0.0, 0.0, [1.0])
     pairs = zip(sorted(ours), sorted(theirs), strict=True)
-    alike = all(abs(one / other - 1) <= limit for one, other in pairs)
-    apart = any(abs(one / other - 1) > limit for one, other in zip(ours, theirs, strict=True))
+    alike = all(abs(one - other) <= limit * abs(other) for one, other in pairs)
+    apart = any(abs(one - other) > limit * abs(other) for one, other in zip(ours, theirs, strict=True))
     return "ranks have each other's losses: they exchanged their shares of the batch" if alike and apart else None
 
 
@@ -186,7 +201,7 @@ def _wrong_step(look: _Look, step: int) -> str:
     """All is right before `step`, and something is wrong at it."""
     norms, digests = look.candidate.param_norms, look.candidate.grad_digests
     off = look.off_params(step)
-    silent = [name for name in off if norms[step][name] == 0]
+    silent = [name for name in off if norms[step].get(name, 0.0) == 0]
     if silent:
         return f"{count_names(silent)}: zero from step {step} on: no longer reduced, or no longer written"
     late = [name for name in off if digests[step][name] == digests[step - 1][name]]

@@ -12,7 +12,7 @@ from common.harness.selftest.shards import TARGET
 from common.job import JobConfig
 
 _MODELS = "common.harness.selftest.models:"
-_SMALL = JobConfig(model=_MODELS + "small", steps=2, seq=16, backend="aot_eager", link="none", lr=0.5, optimizer="sgd")
+_SMALL = JobConfig(model=_MODELS + "small", steps=2, seq=8, backend="aot_eager", link="none", lr=0.5, optimizer="sgd")
 _JOBS: Mapping[str, JobConfig] = {
     "small": _SMALL,
     "three ranks": _SMALL,

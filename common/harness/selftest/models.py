@@ -24,7 +24,7 @@ class Scale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., dim] to [..., dim]."""
-        return x * self.factor
+        return x * self.factor.to(x.dtype)
 
 
 class Block(nn.Module):
