@@ -14,7 +14,8 @@ from bench.parser import DEFAULT_LINK, build_parser, torchrun_ranks
 from bench.selftest import ENGINES
 from common.errors import ConfigError
 from common.harness.link import LinkChoice, parse_link
-from common.harness.selftest.faults import FAULTS, RANKS, Fault
+from common.harness.selftest.catalogue import FAULTS
+from common.harness.selftest.faults import RANKS, Fault
 from common.job import CPU, FAKE_LINK, JobConfig
 
 

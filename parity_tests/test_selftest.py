@@ -15,7 +15,8 @@ from common.harness.compare import compare_runs
 from common.harness.launch import RankPool
 from common.harness.records import CollectiveCount, RunRecord
 from common.harness.report import ParityReport
-from common.harness.selftest.faults import CATALOGUE, FAULTS, Check
+from common.harness.selftest.catalogue import CATALOGUE, FAULTS
+from common.harness.selftest.faults import Check
 from common.harness.selftest.plant import Plant, Scene, find, planted
 from parity_tests.cli_calls import call
 

@@ -45,6 +45,7 @@ TESTS_OF_BENCH = {
         "test_random_configurations",
         "test_render",
         "test_scripts",
+        "test_selftest",
         "test_trace",
     )
 }

@@ -223,7 +223,7 @@ def _keeps_arguments(scene: Scene, original: Callable[..., Any], gm: Any, inputs
         scene.kept[id(gm)] = list(args)
         return run(args)
 
-    keeping._boxed_call = True  # type: ignore[attr-defined]
+    vars(keeping).update(vars(run))  # the mark by which the compiler knows that it may hand over a list
     return keeping
 
 

@@ -11,7 +11,7 @@ from common.harness.instruments.overlap import Flight, measure_overlap
 from common.harness.launch import RankContext, Ranks
 from common.harness.link import emulate, parse_link
 from common.harness.records import Run
-from common.harness.selftest.faults import FAULTS
+from common.harness.selftest.catalogue import FAULTS
 from common.harness.selftest.plant import Scene, planted
 from common.harness.train import RankResult, assemble, prepare
 from common.job import JobConfig
