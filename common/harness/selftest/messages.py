@@ -237,10 +237,11 @@ def keeps_logits(scene: Scene, loss: Tensor, logits: Tensor) -> Tensor:
     return loss
 
 
-def _gathers_all_eager(scene: Scene, original: Callable[..., Any], schedule: Any, **options: Any) -> None:
-    original(schedule, **options)
-    for group in vars(schedule)["_groups"]:
-        schedule.unshard(group)
+def _gathers_all_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> Any:
+    following = original(schedule, group)
+    for other in schedule.awaiting_backward():
+        schedule.unshard(other)
+    return following
 
 
 def _gathers_all_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
@@ -258,7 +259,7 @@ def _gathers_all_compiled(scene: Scene, original: Callable[..., Any], gm: Any, *
 
 
 GATHERS_ALL = {
-    "eager": _call("fsdp_eager.schedule:Schedule.begin_forward", _gathers_all_eager),
+    "eager": _call("fsdp_eager.schedule:Schedule.enter_backward", _gathers_all_eager),
     "compiled": _call("fsdp_compiled.graph:prefetch_gathers", _gathers_all_compiled),
 }
 
