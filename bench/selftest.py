@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from bench import judge
 from common.errors import RankError
-from common.harness.compare import referee_job
 from common.harness.launch import Ranks
 from common.harness.selftest.faults import Check, Fault, job_of
 from common.harness.selftest.healthy import Finding, against_healthy
@@ -25,7 +24,7 @@ from common.job import JobConfig
 ENGINES = ("eager", "compiled", "torch-fsdp2")
 """Those that faults can be planted in."""
 _REFERENCE = "single"
-_PEERS = {"eager": "compiled", "compiled": "eager", "torch-fsdp2": "eager"}
+_OTHERS = {"eager": "compiled", "compiled": "eager", "torch-fsdp2": "eager"}
 
 
 @dataclass(frozen=True)
@@ -114,15 +113,15 @@ class SelfTest:
         self._healthy: dict[tuple[str, str], Trial] = {}
 
     def healthy(self, engine: str, job: str) -> Trial:
-        """`engine`, or the referee, on the job called `job`."""
+        """`engine`, or a run that judging takes, on the job called `job`."""
         key = (engine, job)
         if key not in self._healthy:
             self._on_run(f"{engine}, healthy, {job}")
-            is_referee = engine == judge.REFEREE
+            plain = self._job(job)
             self._healthy[key] = try_engine(
                 self._ranks,
-                _REFERENCE if is_referee else engine,
-                referee_job(self._job(job)) if is_referee else self._job(job),
+                judge.engine_of(engine),
+                judge.judging_jobs(plain).get(engine, plain),
                 timeout_s=self._timeout_s,
             )
         return self._healthy[key]
@@ -149,9 +148,10 @@ class SelfTest:
         if trial.run is None:
             yield Finding(Check.CONTRACT, trial.refusal, trial.refusal)
             return
-        names = (_REFERENCE, _PEERS[engine], judge.REFEREE)
+        against = (_REFERENCE, _OTHERS[engine])
+        names = (*against, *judge.judging_jobs(self._job(job)))
         runs = {name: run for name in names if (run := self.healthy(name, job).run) is not None}
-        for report in judge.judge([(name, engine) for name in names[:2]], runs | {engine: trial.run}):
+        for report in judge.judge([(name, engine) for name in against], runs | {engine: trial.run}):
             if not report.passed:
                 check = Check.GRADE if report.trends else Check.SHAPE
                 yield Finding(check, "; ".join(report.reasons[:1]), "; ".join(report.causes[:1]))

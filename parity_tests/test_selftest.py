@@ -131,7 +131,7 @@ def test_selftest_refuses_wrong_words(words: tuple[str, ...], said: str) -> None
 # Plants
 
 
-@pytest.mark.parametrize("place", ["common.harness.train:mean_loss", "torch.optim:SGD.zero_grad"])
+@pytest.mark.parametrize("place", ["common.harness.workload:mean_loss", "torch.optim:SGD.zero_grad"])
 def test_plants_are_taken_out(place: str) -> None:
     """A function, its own or inherited, is what it was after a run that raised, and was another one during it."""
     owner, name = find(place)

@@ -31,6 +31,8 @@ CLOSE = 0.1
 _ROUNDED = math.sqrt(1 / 12 * 1 / 2)
 """Root mean square of a rounding's relative error, in eps: uniform within half a step, of numbers x spread over [1, 2],
 of which the mean of 1 / x^2 is a half."""
+_APART = 8
+"""How many times smaller an error than a rounding is no longer one of it; bf16 and fp16 are this far apart."""
 _FEW = 16
 """A tensor of fewer elements may lie on a coarse grid by chance."""
 
@@ -54,8 +56,9 @@ def likely_causes(
             found.setdefault(cause, []).append(name)
         else:
             unclear.append(name)
-    if unclear:
-        found[_of_all(unclear, candidate, referee, ranks)] = unclear
+    together = _of_all(unclear, candidate, referee, ranks) if unclear else None
+    if together is not None:
+        found[together] = unclear
     return tuple(f"{count_names(names)}: {cause}" for cause, names in found.items())
 
 
@@ -135,8 +138,8 @@ def _of_factor(factor: float, ranks: int) -> str:
     return f"{factor:.3g} times the mean: a divisor or a loss scale of its own"
 
 
-def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[str, Tensor], ranks: int) -> str:
-    """What the gradients of `names`, each of which shows no pattern, suggest together."""
+def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[str, Tensor], ranks: int) -> str | None:
+    """What the gradients of `names`, each of which shows no pattern, suggest together; None if nothing."""
     ours = [candidate[name].double() for name in names]
     theirs = [referee[name].double() for name in names]
     error = math.hypot(*(float((a - b).norm()) for a, b in zip(ours, theirs, strict=True)))
@@ -153,11 +156,14 @@ def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[
     return "as large as the mean, and not in every direction: never reduced, each rank keeps its own; or other data"
 
 
-def _of_rounding(gradients: list[Tensor], error: float) -> str:
+def _of_rounding(gradients: list[Tensor], error: float) -> str | None:
     dtype = narrow_grid({str(i): gradient for i, gradient in enumerate(gradients)}, gradients[0].dtype)
     if dtype is not None:
         return f"off by {error:.1g}, every element a {dtype} number: reduced or stored in {dtype}"
-    return f"off by {error:.1g}, as by rounding to {nearest_dtype(error)}: something that leads to it is cast"
+    narrow = nearest_dtype(error)
+    if error < _ROUNDED * torch.finfo(_NARROW[narrow]).eps / _APART:
+        return None
+    return f"off by {error:.1g}, as by rounding to {narrow}: something that leads to it is cast"
 
 
 def nearest_dtype(error: float) -> str:

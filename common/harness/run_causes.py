@@ -21,7 +21,7 @@ import torch
 
 from common.harness.causes import CLOSE, count_names, likely_causes, nearest_dtype, tokens_seen
 from common.harness.distance import relative_error
-from common.harness.grades import ErrorBound, Grade
+from common.harness.grades import ErrorBound, Grade, Z
 from common.harness.records import Run, RunRecord
 from common.job import JobConfig
 
@@ -129,8 +129,9 @@ class _Look:
         truth = truths[-1]
         if truth == 0:
             return ours != 0
-        limit = self.bound.loss_limit(abs(theirs - truth) / abs(truth), self.bound.floor, truths)
-        return abs(ours - truth) > limit * abs(truth) * math.sqrt(step + 1)
+        floor = self.bound.loss_floors(self.bound.floor, truths)[-1]
+        (scale,) = self.bound.scales([floor], [abs(theirs - truth) / abs(truth) / floor], [0.0])
+        return abs(ours - truth) > Z * scale * abs(truth) * math.sqrt(step + 1)
 
     def off_params(self, step: int) -> list[str]:
         """The parameters whose gradient's norm is beyond what it may be, at `step`."""
@@ -176,7 +177,7 @@ def _ranks_off(look: _Look) -> list[int]:
     ours, theirs = look.candidate.losses[0], look.reference.losses[0]
     if len(ours) != len(theirs):
         return []
-    limit = look.bound.loss_limit(0.0, 0.0, [1.0])
+    limit = Z * look.bound.compute_roundoff
     pairs = zip(ours, theirs, strict=True)
     off = [rank for rank, (one, other) in enumerate(pairs) if abs(one - other) > limit * abs(other)]
     return off if len(off) < len(ours) else []
@@ -187,7 +188,7 @@ def _exchanged(look: _Look) -> str | None:
     ours, theirs = look.candidate.losses[0], look.reference.losses[0]
     if len(ours) != len(theirs) or ours == theirs:
         return None
-    limit = look.bound.loss_limit(0.0, 0.0, [1.0])
+    limit = Z * look.bound.compute_roundoff
     pairs = zip(sorted(ours), sorted(theirs), strict=True)
     alike = all(abs(one - other) <= limit * abs(other) for one, other in pairs)
     apart = any(abs(one - other) > limit * abs(other) for one, other in zip(ours, theirs, strict=True))

@@ -31,6 +31,7 @@ from common.harness.instruments.gradients import GradientSummary, collect_gradie
 from common.harness.instruments.memory import live_storages, live_tensors, measure_memory
 from common.harness.instruments.memory_classes import held_by
 from common.harness.instruments.trace import Trace, record_trace
+from common.harness.instruments.updates import local_copies, update_norms
 from common.harness.instruments.walk import (
     Phase,
     Place,
@@ -43,7 +44,6 @@ from common.harness.instruments.walk import (
     record_gradients,
     record_parameters,
 )
-from common.harness.instruments.updates import local_copies, update_norms
 from common.harness.launch import OnProgress, RankContext, Ranks
 from common.harness.link import Meter, emulate, parse_link
 from common.harness.memory_record import START, PredictedPoint, StepMemory, Timeline

@@ -15,6 +15,7 @@ from common.harness.selftest.plant import Plant, Scene
 from common.harness.selftest.shards import PAIR, TARGET
 
 _TRAIN = "common.harness.train:"
+_WORKLOAD = "common.harness.workload:"
 _AWAY = 1000
 """Steps further on, no step of a run reads the same tokens."""
 
@@ -33,11 +34,21 @@ def in_model(change: OnModel) -> Plant:
 
         return build
 
-    return Plant(_TRAIN + "build_model", act)
+    return Plant(_TRAIN + "build_task", act)
 
 
-def in_arguments(function: str, change: Callable[[Scene, dict[str, Any]], dict[str, Any]]) -> Plant:
-    """`change` what a function of the train loop is called with, by keyword; a hit if it does."""
+def in_seed(change: Callable[[Scene, dict[str, Any]], dict[str, Any]]) -> Plant:
+    """`change` what the model is built from, by keyword."""
+    return _in_arguments(_TRAIN + "build_task", change)
+
+
+def in_share(change: Callable[[Scene, dict[str, Any]], dict[str, Any]]) -> Plant:
+    """`change` which share of which batch is read, by keyword."""
+    return _in_arguments(_WORKLOAD + "batch", change)
+
+
+def _in_arguments(place: str, change: Callable[[Scene, dict[str, Any]], dict[str, Any]]) -> Plant:
+    """`change` what the function at `place` is called with, by keyword; a hit if it does."""
 
     def act(scene: Scene, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -48,7 +59,7 @@ def in_arguments(function: str, change: Callable[[Scene, dict[str, Any]], dict[s
 
         return call
 
-    return Plant(_TRAIN + function, act)
+    return Plant(place, act)
 
 
 def in_loss(change: Callable[[Scene, Tensor, Tensor], Tensor]) -> Plant:
@@ -61,7 +72,7 @@ def in_loss(change: Callable[[Scene, Tensor, Tensor], Tensor]) -> Plant:
 
         return loss_of
 
-    return Plant(_TRAIN + "mean_loss", act)
+    return Plant(_WORKLOAD + "mean_loss", act)
 
 
 def in_optimizer(change: OnOptimizer) -> Plant:

@@ -189,13 +189,13 @@ WEIGHTS = (
         "seed-by-rank",
         "each rank starts from weights of its own",
         "other weights",
-        everywhere(steps.in_arguments("build_model", lambda scene, given: {"seed": given["seed"] + scene.rank})),
+        everywhere(steps.in_seed(lambda scene, given: {"seed": given["seed"] + scene.rank})),
     ),
     _grade(
         "other-seed",
         "all ranks start from other weights",
         "other weights",
-        everywhere(steps.in_arguments("build_model", lambda scene, given: {"seed": given["seed"] + 1})),
+        everywhere(steps.in_seed(lambda scene, given: {"seed": given["seed"] + 1})),
     ),
 )
 STEPS = (
@@ -203,19 +203,19 @@ STEPS = (
         "same-share",
         "every rank reads the first rank's share",
         "the same share",
-        everywhere(steps.in_arguments("batch", lambda scene, given: {"rank": 0})),
+        everywhere(steps.in_share(lambda scene, given: {"rank": 0})),
     ),
     _grade(
         "shares-exchanged",
         "ranks read each other's share",
         "exchanged their shares",
-        everywhere(steps.in_arguments("batch", lambda scene, given: {"rank": scene.ranks - 1 - scene.rank})),
+        everywhere(steps.in_share(lambda scene, given: {"rank": scene.ranks - 1 - scene.rank})),
     ),
     _grade(
         "other-batch",
         "each step reads the tokens of the next",
         "other tokens",
-        everywhere(steps.in_arguments("batch", lambda scene, given: {"step": given["step"] + 1})),
+        everywhere(steps.in_share(lambda scene, given: {"step": given["step"] + 1})),
     ),
     _grade(
         "loss-summed",
