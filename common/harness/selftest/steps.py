@@ -246,16 +246,21 @@ def on_gradients(change: Callable[[Scene, nn.Module], None]) -> Plant:
     return Plant(_TRAIN + "collect_gradients", act)
 
 
+def _stored(model: nn.Module, name: str) -> nn.Parameter:
+    """A sharded parameter as it is stored; `get_parameter` reads the module's attribute, which may be a gather."""
+    return dict(model.named_parameters())[name]
+
+
 def loses_one_on_last(scene: Scene, model: nn.Module) -> None:
     """The last rank has no gradient of one parameter."""
     if scene.is_last:
         scene.hit()
-        model.get_parameter(TARGET).grad = None
+        _stored(model, TARGET).grad = None
 
 
 def replicates_one(scene: Scene, model: nn.Module) -> None:
     """A gradient is left whole on every rank, beside its sharded parameter."""
-    param = model.get_parameter(TARGET)
+    param = _stored(model, TARGET)
     assert isinstance(param.grad, DTensor)
     param.grad = param.grad.redistribute(placements=[Replicate()])
     scene.hit()
@@ -263,7 +268,7 @@ def replicates_one(scene: Scene, model: nn.Module) -> None:
 
 def swaps_two(scene: Scene, model: nn.Module) -> None:
     """Two neighbours of one shape have each other's gradient."""
-    first, second = (model.get_parameter(name) for name in PAIR)
+    first, second = (_stored(model, name) for name in PAIR)
     first.grad, second.grad = second.grad, first.grad
     scene.hit()
 
