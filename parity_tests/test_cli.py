@@ -73,7 +73,7 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("ranks that do not divide the batch", ("compare", "--ranks", "5"), "--batch 15"),
     (
         "more ranks than memory",
-        ("compare", "--model", f"{ENGINES}.models:bigram", "--ranks", "100000", "--batch", "100000"),
+        ("compare", "--model", f"{ENGINES}.models:bigram", "--ranks", "100000", "--batch", "100000", "--seq", "8"),
         "use fewer ranks",
     ),
     ("batch 0", ("compare", "--batch", "0"), "batch"),
