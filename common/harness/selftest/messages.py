@@ -239,7 +239,7 @@ def keeps_logits(scene: Scene, loss: Tensor, logits: Tensor) -> Tensor:
 
 def _gathers_all_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> Any:
     following = original(schedule, group)
-    for other in schedule.awaiting_backward():
+    for other in sorted(schedule.awaiting_backward(), key=lambda each: each.name):  # a set, in no order of its own
         schedule.unshard(other)
     return following
 

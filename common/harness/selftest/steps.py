@@ -207,10 +207,10 @@ def of_another_micro_batch() -> Plant:
     """The loss is that of the step's tokens, the gradients are those of others."""
 
     def act(scene: Scene, original: Callable[..., Any]) -> Callable[..., Any]:
-        def loss_and_backward(training: Any, step: int) -> Tensor:
+        def loss_and_backward(training: Any, step: int, *args: Any) -> Tensor:
             loss: Tensor = original(training, step)
             training.optimizer.zero_grad(set_to_none=True)
-            original(training, step + _AWAY)
+            original(training, step + _AWAY, *args)
             scene.hit()
             return loss
 
@@ -223,10 +223,10 @@ def keeps_references() -> Plant:
     """Somebody holds on to the gradients of the last step."""
 
     def act(scene: Scene, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update(training: Any) -> None:
+        def update(training: Any, *args: Any) -> None:
             scene.kept["gradients"] = [param.grad for param in training.model.parameters()]
             scene.hit()
-            original(training)
+            original(training, *args)
 
         return update
 
