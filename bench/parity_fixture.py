@@ -208,4 +208,7 @@ def _told(comparison: Comparison, folder: Path) -> str:
         lines += [f"  {reason}" for reason in report.reasons]
         lines += [f"  likely: {cause}" for cause in report.causes]
     lines += off_plan(comparison.records)
-    return "\n".join([*lines, f"more: fsdp-parity show {folder}", f"      fsdp-parity explain {folder}"])
+    lines.append(f"more: fsdp-parity show {folder}")
+    if not all(report.passed for report in comparison.reports):
+        lines.append(f"      fsdp-parity explain {folder}    # from where the model's module can be imported")
+    return "\n".join(lines)

@@ -202,9 +202,9 @@ class ErrorBound:
     """What one grade allows a candidate; the notes at the top derive it.
 
     Attributes:
-            spread: S.
-            floor: the least relative error that is taken seriously.
-            compute_roundoff: unit roundoff of the dtype that computes.
+        spread: S.
+        floor: the least relative error that is taken seriously.
+        compute_roundoff: unit roundoff of the dtype that computes.
     """
 
     spread: float

@@ -1,4 +1,5 @@
-"""Bytes of live tensors during one step, from allocator events: exact, and the same for every kind of engine.
+"""Bytes of live tensors during one step, from allocator events: the same for every kind of engine, and
+exact, but for peaks on gloo ([Note: unreported frees] in `lifetimes`).
 
 Blocks and what events do not tell of them: `lifetimes`. Which class of bytes a block is: `memory_classes`.
 
