@@ -81,12 +81,13 @@ def test_make_names_an_old_python_and_a_missing_venv_module(tmp_path: Path) -> N
 
 
 def test_ci_runs_the_three_targets() -> None:
-    """`.ci/run` calls check, test and parity, from wherever it is started, and nothing else."""
+    """`.ci/run` calls check, test and parity with all extras, from wherever it is started, and nothing else."""
     path = ROOT / ".ci" / "run"
     commands = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     assert commands == [
         "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")/.."',
+        "export EXTRAS=dev,hf",
         "make check",
         "make test",
         "make parity",
