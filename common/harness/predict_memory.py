@@ -7,7 +7,9 @@ have fewer rows, or none. Elements on one rank, per parameter:
     single, ddp     d0 * rest      d0 * rest      0
     eager           c * rest       c * rest       W * c * rest, in lines
     torch-fsdp2     c * rest       c * rest       W * c * rest
-    compiled        own rows       c * rest       W * c * rest, of what backward reads
+    compiled        own rows       c * rest (*)   W * c * rest, of what backward reads
+
+    (*) own rows where gradients are reduced in another dtype than they are kept in: each is cast by itself
 
 In lines: of the parameters of a bucket, each but the last takes whole lines of 32 elements in the buffer in which they
 are whole, so that the next begins aligned. On one rank that buffer is the one of the shards.
@@ -61,6 +63,8 @@ def predict_memory(engine: str, model: nn.Module, job: JobConfig, *, rank: int) 
     own = sum(_numel(param, ranks, rank) * param.itemsize for param in params.values())
     padded = sum(_numel(param, ranks, 0) * param.itemsize for param in params.values())
     kept = own if path == _COMPILED else padded
+    is_cast = path == _COMPILED and job.reduce_dtype != job.dtype
+    gradients = own if is_cast else padded
     if path == _EAGER and ranks == 1:
         kept = _whole_numel(path, model, job, params) * next(iter(params.values())).itemsize
     state = 0 if job.optimizer == "sgd" else 2 * own + _STEP_COUNT_BYTES * len(params)
@@ -72,8 +76,8 @@ def predict_memory(engine: str, model: nn.Module, job: JobConfig, *, rank: int) 
     return [
         PredictedPoint(START, kept, state, 0, 0),
         PredictedPoint(FORWARD, kept, state, 0, gathered),
-        PredictedPoint(BACKWARD, kept, state, padded, 0),
-        PredictedPoint(OPTIMIZER, kept, state, padded, 0),
+        PredictedPoint(BACKWARD, kept, state, gradients, 0),
+        PredictedPoint(OPTIMIZER, kept, state, gradients, 0),
     ]
 
 
