@@ -13,7 +13,7 @@ from common.harness.launch import RankPool
 from parity_tests.fuzz import Hunt
 from parity_tests.strategies import UNKNOWN_OPTIONS, refusal
 
-EXAMPLES = 16
+EXAMPLES = 5
 SEED = 0
 
 

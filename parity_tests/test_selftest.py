@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,20 +25,25 @@ CASES = [(fault.name, engine) for fault in CATALOGUE for engine in fault.plants]
 HEALTHY = sorted({(engine, fault.job) for fault in CATALOGUE for engine in fault.plants})
 
 
+def _marked(cases: list[tuple[str, str]], at: int) -> list[Any]:
+    """The cases; those of the compiled engine, each of which is traced, are for the long form."""
+    return [pytest.param(*case, marks=pytest.mark.long if case[at] == "compiled" else ()) for case in cases]
+
+
 @pytest.fixture(scope="module")
 def selftest(pool: RankPool) -> SelfTest:
     """Healthy runs are shared by all that is planted."""
     return SelfTest(pool, 2, timeout_s=300)
 
 
-@pytest.mark.parametrize(("engine", "job"), HEALTHY)
+@pytest.mark.parametrize(("engine", "job"), _marked(HEALTHY, 0))
 def test_selftest_passes_the_healthy(selftest: SelfTest, engine: str, job: str) -> None:
     """Without a fault nothing is found: what is found below is the fault."""
     verdict = selftest.judge_healthy(engine, job)
     assert verdict.holds, verdict.why
 
 
-@pytest.mark.parametrize(("fault", "engine"), CASES)
+@pytest.mark.parametrize(("fault", "engine"), _marked(CASES, 1))
 def test_selftest_catches_the_fault(selftest: SelfTest, fault: str, engine: str) -> None:
     """The check that is meant for the fault finds it and names its cause; the plant was reached."""
     verdict = selftest.judge_fault(FAULTS[fault], engine)

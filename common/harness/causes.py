@@ -116,7 +116,9 @@ def _explain(gradient: Tensor, truth: Tensor, ranks: int) -> str | None:
     if abs(factor - 1) > CLOSE and relative_error(gradient, factor * truth) < CLOSE * abs(factor):
         return _of_factor(factor, ranks)
     for rows in (1, -1) if truth.dim() and len(truth) > 2 else ():
-        if relative_error(gradient, truth.roll(rows, 0)) < CLOSE:
+        # the whole, or each shard by itself
+        rolled = truth.roll(rows, 0), torch.cat([shard.roll(rows, 0) for shard in truth.chunk(ranks)])
+        if any(relative_error(gradient, other) < CLOSE for other in rolled):
             return f"rolled by {rows:+d} row: a shard put back at the wrong place"
     return None
 
