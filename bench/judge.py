@@ -160,7 +160,7 @@ def failures(reports: Sequence[ParityReport], records: Mapping[str, RunRecord]) 
 
 
 def off_plan(records: Mapping[str, RunRecord]) -> list[str]:
-    """Collectives that are not those of the plan, a line each."""
+    """Collectives that are not those of the plan, and bytes that are not those of the formulas, a line each."""
     found = []
     for engine, record in records.items():
         found += [f"{engine}: {what}: {cause}" for what, cause in collective_failures(engine, record)]

@@ -224,7 +224,9 @@ def _pair(names: tuple[str, ...] | None) -> tuple[str, str] | None:
 
 
 def _refreshing(words: Sequence[str], baseline: Path | None) -> tuple[str, ...]:
-    """The words of a comparison with its baseline, changed so that they write it."""
+    """The words of a comparison with its baseline, changed so that they write it; none without one."""
+    if baseline is None:
+        return ()
     names = ("--baseline", "--save-baseline")
     kept = [
         word

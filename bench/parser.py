@@ -134,7 +134,7 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=LANES_WIDTH,
         metavar="N",
-        help="characters of the longest step (default: %(default)s)",
+        help="characters of the longest step, in table and md (default: %(default)s)",
     )
     add("--out", type=Path, default=RUNS, metavar="DIR", help='where "latest" looks (default: runs)')
     _add_format(parser)
