@@ -67,11 +67,13 @@ from bench.trace_files import SUFFIX, load_steps, saved_traces
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import Grade, ParityReport
+from common.harness.instruments.gpu_trace import SNAPSHOT, TORCH_TRACE
 from common.harness.launch import Ranks, launched_by_torchrun, open_ranks
 from common.harness.records import Environment, Run
 from common.harness.selftest.faults import job_of
 from common.harness.stopwatch import Timing
 from common.harness.train import assemble
+from common.job import CPU
 
 HOLDS, FAILS = 0, 1
 
@@ -318,10 +320,16 @@ def _tell_run(what: str) -> None:
 def _tell_where(folder: Path, options: CompareOptions | BenchOptions) -> None:
     """Say where things went."""
     print(f"records: {folder}", file=sys.stderr)
-    if options.profile:
-        place = "cell-*/" if isinstance(options, BenchOptions) else ""
-        files = folder / f"{place}*{SUFFIX}"
-        print(f"traces: {files}, for ui.perfetto.dev; drawn by: fsdp-parity lanes {folder}", file=sys.stderr)
+    if not options.profile:
+        return
+    job, place = (
+        (options.cells[0].job, folder / "cell-*") if isinstance(options, BenchOptions) else (options.job, folder)
+    )
+    if job.device == CPU:
+        how = f"{place}/*{SUFFIX}, for ui.perfetto.dev; drawn by: fsdp-parity lanes {folder}"
+    else:
+        how = f"{place}/*{TORCH_TRACE}, for ui.perfetto.dev; *{SNAPSHOT}, for pytorch.org/memory_viz"
+    print(f"traces: {how}", file=sys.stderr)
 
 
 def _tell(error: ParityError) -> None:

@@ -188,7 +188,6 @@ def parse(words: Sequence[str]) -> Options:
     if found.command == "bench":
         _check_not_given(words, [name for name, _ in found.sweep])
         return _bench_options(found, given)
-    _check_profile(found)
     if found.link is None:
         given["link"] = _carrier(found.device, "gloo")
     _check_latency(parse_link(given["link"]), found.timeout)
@@ -238,7 +237,6 @@ def _refreshing(words: Sequence[str], baseline: Path | None) -> tuple[str, ...]:
 
 def _bench_options(found: argparse.Namespace, given: dict[str, Any]) -> BenchOptions:
     """The cells are all combinations of what is swept, the last name varying fastest."""
-    _check_profile(found)
     sweep: dict[str, list[Any]] = {}
     for name, value in found.sweep:
         if value in sweep.setdefault(name, []):
@@ -305,14 +303,6 @@ def _check_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> N
 def _carrier(device: str, on_cpu: str) -> str:
     """The link that is meant if none was named."""
     return on_cpu if device == CPU else "nccl"
-
-
-def _check_profile(found: argparse.Namespace) -> None:
-    if found.profile and found.device != CPU:
-        raise ConfigError(
-            "profile: a trace of ours says when the program launched something, not when a GPU ran it; "
-            "record with torch.profiler, which shows our ranges too"
-        )
 
 
 def _check_latency(link: LinkChoice, timeout_s: float) -> None:

@@ -2,7 +2,8 @@
 
 runs/<run>/[cell-<i>/]<engine>-rank<r>.trace.json
 
-Each lane is a thread of the process that stands for the rank. What the format has no place for is in `args`.
+Each lane is a thread of the process that stands for the rank. What the format has no place for is in `args`. Of a step
+on a GPU the files are torch's own, see `common.harness.instruments.gpu_trace`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from bench.store import is_benchmark, naming, read_json
 from common.errors import ConfigError
+from common.harness.instruments.gpu_trace import TORCH_TRACE
 from common.harness.instruments.trace import OPERATORS, PHASE, Span, Trace
 
 SUFFIX = ".trace.json"
@@ -24,14 +26,18 @@ _FILE = re.compile(r"(?P<engine>.+)-rank(?P<rank>[0-9]+)\.trace\.json")
 
 def save_trace(folder: Path, engine: str, trace: Trace) -> None:
     """Write one rank's step to `folder`, which is there."""
+    for suffix, data in trace.files.items():
+        (folder / f"{engine}-rank{trace.rank}{suffix}").write_bytes(data)
+    if not trace.spans:
+        return
     lanes = list(dict.fromkeys(span.lane for span in trace.spans))
     events: list[dict[str, Any]] = [_metadata("process_name", trace.rank, 0, f"{engine}, rank {trace.rank}")]
     for number, lane in enumerate(lanes):
         events.append(_metadata("thread_name", trace.rank, number, lane))
         events.append({**_metadata("thread_sort_index", trace.rank, number, ""), "args": {"sort_index": number}})
     events += [_event(span, trace.rank, lanes.index(span.lane)) for span in trace.spans]
-    data = {"displayTimeUnit": "ms", "traceEvents": events}
-    (folder / f"{engine}-rank{trace.rank}{SUFFIX}").write_text(json.dumps(data))
+    written = {"displayTimeUnit": "ms", "traceEvents": events}
+    (folder / f"{engine}-rank{trace.rank}{SUFFIX}").write_text(json.dumps(written))
 
 
 def saved_traces(folder: Path) -> dict[str, dict[int, Path]]:
@@ -65,6 +71,8 @@ def load_steps(folder: Path, engines: Sequence[str], *, cell: int | None, rank: 
     elif cell is not None:
         raise ConfigError(f"run {folder}: a comparison has no cells, found --cell {cell}; leave it out")
     traces = saved_traces(place)
+    if not traces and any(place.glob(f"*{TORCH_TRACE}")):
+        raise ConfigError(f"run {place}: its traces are torch's, of a GPU; open them in ui.perfetto.dev")
     if not traces:
         raise ConfigError(f"run {place}: holds no traces; run it with --profile")
     for engine in engines or traces:

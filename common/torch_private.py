@@ -30,10 +30,18 @@ The emulated link replaces the kernels of c10d operators, under every front end 
 one's own, which from Python does not see what functional collectives call. Kernels get groups boxed, give back work
 handles, and have to go again.
 
+    torch.distributed.ReduceOp().__getstate__, which gives its name and factor
+
+Of premultiplied sums kernels are told the name only; see `noted_factors`.
+
     torch._C._current_autograd_node, torch._C._current_graph_task_id, Variable._execution_engine.queue_callback
 
 `DistributedDataParallel` waits for the future of an all-reduce and not for its handle: somebody has to complete it at
 the end of the backward in which it was issued, before the wait.
+
+    torch.cuda.memory._record_memory_history, _snapshot
+
+What torch documents under "Understanding CUDA Memory Usage": the allocator's own account, which nothing public gives.
 
     torch._C._profiler._RecordFunctionFast
 
@@ -52,8 +60,11 @@ Seen in torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -141,6 +152,8 @@ class Recording:
     allocations: list[Allocation] = field(default_factory=list)
 
 
+MAX_ALLOCATIONS = 1_000_000
+"""The most that a GPU's allocator notes of one step."""
 SETTLE_S = 0.05
 """A pause before recording ends. A backend's threads report the end of a collective to the profiler a little after the
 caller has waited for it; a recording that ends before that lacks the event, and memory.py a lifetime."""
@@ -254,6 +267,55 @@ def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[..., Any]]) 
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def noted_factors() -> Iterator[Callable[[], float | None]]:
+    """Within the context, tells the factor of the premultiplied sum that this thread is issuing, None of other calls.
+
+    A kernel is told a reduction's name only, so the methods of groups that take one are wrapped, and note it.
+    """
+    noted = threading.local()
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def issue(*args: Any, **kwargs: Any) -> Any:
+            given = [getattr(value, "reduceOp", value) for value in (*args, *kwargs.values())]
+            reductions = [value for value in given if isinstance(value, torch.distributed.ReduceOp)]
+            state: Any = reductions[0].__getstate__() if reductions else (None, None)
+            _, noted.factor = state
+            try:
+                return method(*args, **kwargs)
+            finally:
+                noted.factor = None
+
+        return issue
+
+    def factor() -> float | None:
+        found = getattr(noted, "factor", None)
+        return None if found is None else float(found)
+
+    # not by getattr, which makes of a method a function that would not be bound again
+    originals = {name: method for name, method in vars(ProcessGroup).items() if "reduce" in name}
+    for name in originals:
+        setattr(ProcessGroup, name, noting(getattr(ProcessGroup, name)))
+    try:
+        yield factor
+    finally:
+        for name, method in originals.items():
+            setattr(ProcessGroup, name, method)
+
+
+@contextmanager
+def allocator_history() -> Iterator[Callable[[], bytes]]:
+    """Within the context, the GPU's allocator notes what it does; once it is left, the result pickles those notes."""
+    snapshot: Any = None
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+    try:
+        yield lambda: pickle.dumps(snapshot)
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def unboxed_group(boxed: Any) -> ProcessGroup:

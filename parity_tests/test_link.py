@@ -203,6 +203,12 @@ def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any], n
         assert all(map(torch.equal, found, expected))
 
 
+def test_link_carries_the_divide_factor_of_fully_shard(pool: RankPool) -> None:
+    """FSDP2 has each rank's gradient divided by its factor, and then summed, unless that is the number of ranks."""
+    for found, expected in pool.run(cases.divided_by_fully_shard, 3.0, ranks=2):
+        assert torch.equal(found, expected)
+
+
 # --- what goes wrong
 
 
@@ -211,7 +217,7 @@ def test_link_carries_ddp(pool: RankPool, hook: bool, options: dict[str, Any], n
     [
         ("send", r"^EngineError: .*recv.*--link gloo", r"^EngineError: .*send.*--link gloo"),
         ("mean", r"^EngineError: .*mean of torch.int64", r"^EngineError: .*mean of torch.int64"),
-        ("premultiplied", r"^EngineError: .*set_force_sum", r"^EngineError: .*set_force_sum"),
+        ("premultiplied", r"^EngineError: .*found torch.int64", r"^EngineError: .*found torch.int64"),
         ("mismatch", r"^EngineError: operation 2 .*broadcast of 16 .*all_reduce of 16", r"^EngineError"),
         ("sizes", r"^EngineError: operation 2 .*all_reduce of 16 .*, rank 1 all_reduce of 20", r"^EngineError"),
         ("late", r"^RankTimeout: all_reduce, operation 2 .*rank 1 did not join within 0.5 s", r""),

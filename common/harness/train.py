@@ -274,7 +274,7 @@ class Training:
 
     def traced_step(self, meter: Meter) -> None:
         """One more step, traced; `meter` is that of the link it runs on."""
-        with record_trace(self.rank, self.ranks, meter) as self.result.trace:
+        with record_trace(self.rank, self.ranks, meter, self.device.type) as self.result.trace:
             self.plain_step(0)
 
     def walked_step(self, step: int) -> Walk:

@@ -14,7 +14,8 @@ No operator says for which bucket it computes, and a graph fuses across modules.
 therefore named by one rule for all engines: in forward after the bucket whose gather was waited for last, in backward
 after the bucket whose reduction is launched next, since that is launched when its last gradient is there.
 
-Left out: streams of a GPU, where the host's launches say nothing of when something ran; use torch's own trace there.
+On a GPU the host's launches say nothing of when something ran: there a trace has no spans, and torch's own recordings
+instead, see `gpu_trace`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from common.harness.instruments.collectives import (
     measure_collective,
     phase_of_range,
 )
+from common.harness.instruments.gpu_trace import record_with_torch
 from common.harness.link import LogEntry, Meter, way_of
 from common.harness.link.meter import Wait
+from common.job import CPU, GPU
 from common.ranges import GATHER, REDUCE, WAIT_GATHER, WAIT_REDUCE, read_bucket, read_graph
 from common.torch_private import Operator, record_events
 
@@ -64,20 +67,31 @@ class Span:
 
 @dataclass
 class Trace:
-    """One step of one rank; filled when its recording ends."""
+    """One step of one rank; filled when its recording ends.
+
+    Attributes:
+        spans: on a CPU.
+        files: on a GPU, what torch's own tools recorded, by suffix of the file.
+    """
 
     rank: int
     spans: list[Span] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 @contextmanager
-def record_trace(rank: int, ranks: int, meter: Meter) -> Iterator[Trace]:
+def record_trace(rank: int, ranks: int, meter: Meter, device_type: str = CPU) -> Iterator[Trace]:
     """Record the block, one step with its phases marked, on this rank.
 
     Args:
         meter: of the emulated link under it; one that stays empty where there is none.
+        device_type: where the step is computed.
     """
     trace = Trace(rank)
+    if device_type == GPU:
+        with record_with_torch() as trace.files:
+            yield trace
+        return
     meter.clear()
     # the profiler tells the time of day, the link's log the monotonic clock
     offset_s = time.time_ns() / 1e9 - time.monotonic()

@@ -34,7 +34,7 @@ from common.errors import EngineError
 from common.harness.link.board import pieces_of
 from common.harness.link.link import Link
 from common.harness.link.meter import Operation
-from common.harness.link.reductions import check_reduction, reduce_into
+from common.harness.link.reductions import ReduceOp
 from common.harness.link.terms import terms_of
 
 
@@ -61,14 +61,16 @@ def all_gather(link: Link, inputs: Sequence[Tensor], outputs: Sequence[Sequence[
     )
 
 
-def reduce_scatter(link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], op: str) -> Operation:
+def reduce_scatter(
+    link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], op: ReduceOp
+) -> Operation:
     """Reduce and scatter each of `inputs`, which is either one tensor, for all ranks, or one per rank."""
     check_written("reduce_scatter", outputs)
     for tensors, target in zip(inputs, outputs, strict=True):
-        check_reduction(op, target.dtype)
+        op.check(target.dtype)
         _check_fit("reduce_scatter", tensors, target.dtype, target.numel() * link.size)
     # each share is a piece of its own, so that it is aligned
-    shares = [[_bytes(tensor) for tensor in _shares(tensors, link.size)] for tensors in inputs]
+    shares = [[_bytes(op.sent(tensor)) for tensor in _shares(tensors, link.size)] for tensors in inputs]
     payload = [share for tensor_shares in shares for share in tensor_shares]
     sizes = [share.numel() for share in payload]
     rank = link.rank
@@ -85,23 +87,23 @@ def reduce_scatter(link: Link, inputs: Sequence[Sequence[Tensor]], outputs: Sequ
         wire=size * (link.size - 1) // link.size,
         payload=payload,
         receive=receive,
-        terms=terms_of(outputs, op=op),
+        terms=terms_of(outputs, op=op.name),
     )
 
 
-def all_reduce(link: Link, tensors: Sequence[Tensor], op: str) -> Operation:
+def all_reduce(link: Link, tensors: Sequence[Tensor], op: ReduceOp) -> Operation:
     """Reduce each tensor in place."""
     for tensor in tensors:
-        check_reduction(op, tensor.dtype)
+        op.check(tensor.dtype)
     size = sum(map(_size, tensors))
     wire = 2 * size * (link.size - 1) // link.size
     return _reduce_in_place(link, "all_reduce", tensors, op, wire)
 
 
-def reduce(link: Link, tensors: Sequence[Tensor], op: str, root: int) -> Operation:
+def reduce(link: Link, tensors: Sequence[Tensor], op: ReduceOp, root: int) -> Operation:
     """Reduce each tensor in place at the root; elsewhere they stay what they are."""
     for tensor in tensors:
-        check_reduction(op, tensor.dtype)
+        op.check(tensor.dtype)
     return _reduce_in_place(link, "reduce", tensors, op, sum(map(_size, tensors)), root=root)
 
 
@@ -204,7 +206,7 @@ def check_written(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _reduce_in_place(
-    link: Link, kind: str, tensors: Sequence[Tensor], op: str, wire: int, *, root: int | None = None
+    link: Link, kind: str, tensors: Sequence[Tensor], op: ReduceOp, wire: int, *, root: int | None = None
 ) -> Operation:
     """Reduce on one rank, or on all if there is no root."""
     check_written(kind, tensors)
@@ -216,18 +218,18 @@ def _reduce_in_place(
             for place, tensor in enumerate(tensors):
                 _reduce([rows[place] for rows in pieces], tensor, op)
 
-    payload = [_bytes(tensor) for tensor in tensors]
-    terms = terms_of(tensors, op=op, root=root)
+    payload = [_bytes(op.sent(tensor)) for tensor in tensors]
+    terms = terms_of(tensors, op=op.name, root=root)
     return link.issue(kind, size=sum(sizes), wire=wire, payload=payload, receive=receive, terms=terms)
 
 
-def _reduce(pieces: Sequence[Tensor], target: Tensor, op: str) -> None:
+def _reduce(pieces: Sequence[Tensor], target: Tensor, op: ReduceOp) -> None:
     rows = [piece.view(target.dtype) for piece in pieces]
     if _is_plain(target):
-        reduce_into(target.data.view(-1), rows, op)
+        op.reduce_into(target.data.view(-1), rows)
     else:
         total = torch.empty_like(rows[0])
-        reduce_into(total, rows, op)
+        op.reduce_into(total, rows)
         _fill([target], [total])
 
 

@@ -12,7 +12,7 @@ from common.harness.link.board import futex_number
 from common.harness.link.kernels import Kernels, Links
 from common.harness.link.meter import Meter
 from common.harness.link.spec import LinkChoice, LinkSpec
-from common.torch_private import replaced_kernels
+from common.torch_private import noted_factors, replaced_kernels
 
 TIMEOUT_S = 300.0
 ARENA_BYTES = 32 << 20
@@ -52,7 +52,7 @@ def emulate(
         )
     links = Links(choice, timeout_s=timeout_s, arena_bytes=arena_bytes)
     failed = True
-    with replaced_kernels("c10d", Kernels(links).table()), _exact_sleeps():
+    with noted_factors() as factor, replaced_kernels("c10d", Kernels(links, factor).table()), _exact_sleeps():
         try:
             yield links.meter
             failed = False

@@ -26,6 +26,7 @@ from common.errors import ConfigError, EngineError
 from common.harness.link import collectives
 from common.harness.link.link import Link
 from common.harness.link.meter import Meter, Operation
+from common.harness.link.reductions import ReduceOp
 from common.harness.link.spec import LinkChoice
 from common.mesh import backend_of
 
@@ -97,8 +98,9 @@ class Links:
 class Kernels:
     """A kernel for each c10d operator that moves tensors among a group's ranks, in the argument order of its schema."""
 
-    def __init__(self, links: Links) -> None:
-        self._links = links
+    def __init__(self, links: Links, factor: Callable[[], float | None]) -> None:
+        """`factor` tells that of the premultiplied sum that is being issued, None of another reduction."""
+        self._links, self._factor = links, factor
         self._due: dict[int, list[dist.Work]] = {}  # by backward; see [Note: futures]
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -151,20 +153,20 @@ class Kernels:
     def _reduce_scatter_base(
         self, out: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any
     ) -> tuple[Tensor, Boxed]:
-        link, name = self._links.of(group), torch_private.reduction_name(op)
-        return out, self._work(link, collectives.reduce_scatter(link, [[tensor]], [out], name)).boxed()
+        link, reduction = self._links.of(group), self._reduction(op)
+        return out, self._work(link, collectives.reduce_scatter(link, [[tensor]], [out], reduction)).boxed()
 
     def _reduce_scatter(
         self, outs: list[Tensor], tensors: list[list[Tensor]], group: Boxed, op: Boxed, *_: Any
     ) -> tuple[list[Tensor], Boxed]:
-        link, name = self._links.of(group), torch_private.reduction_name(op)
-        return outs, self._work(link, collectives.reduce_scatter(link, tensors, outs, name)).boxed()
+        link, reduction = self._links.of(group), self._reduction(op)
+        return outs, self._work(link, collectives.reduce_scatter(link, tensors, outs, reduction)).boxed()
 
     def _reduce_scatter_tensor_coalesced(
         self, outs: list[Tensor], tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any
     ) -> Boxed:
-        link, name = self._links.of(group), torch_private.reduction_name(op)
-        work = self._work(link, collectives.reduce_scatter(link, [[tensor] for tensor in tensors], outs, name))
+        link, reduction = self._links.of(group), self._reduction(op)
+        work = self._work(link, collectives.reduce_scatter(link, [[tensor] for tensor in tensors], outs, reduction))
         return work.boxed()
 
     def _allreduce(self, tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
@@ -172,15 +174,18 @@ class Kernels:
 
     def _allreduce_coalesced(self, tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> Boxed:
         link = self._links.of(group)
-        operation = collectives.all_reduce(link, tensors, torch_private.reduction_name(op))
+        operation = collectives.all_reduce(link, tensors, self._reduction(op))
         work = self._work(link, operation, result=tensors)
         self._finish_with_backward(work)
         return work.boxed()
 
     def _reduce(self, tensors: list[Tensor], group: Boxed, op: Boxed, root: int, root_tensor: int, *_: Any) -> Boxed:
         link = self._links.of(group)
-        operation = collectives.reduce(link, tensors, torch_private.reduction_name(op), root)
+        operation = collectives.reduce(link, tensors, self._reduction(op), root)
         return self._work(link, operation).boxed()
+
+    def _reduction(self, op: Boxed) -> ReduceOp:
+        return ReduceOp(torch_private.reduction_name(op), self._factor())
 
     # --- the rest
 

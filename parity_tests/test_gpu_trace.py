@@ -1,0 +1,73 @@
+"""What torch's own tools record of a step for `--profile` on a GPU, as far as a machine without one can tell."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.trace_files import load_steps, save_trace
+from common.errors import ConfigError
+from common.harness.instruments import gpu_trace
+from common.harness.instruments.collectives import FORWARD, phase
+from common.harness.instruments.gpu_trace import SNAPSHOT, TORCH_TRACE, record_with_torch
+from common.harness.instruments.trace import Trace, record_trace
+from common.harness.link import Meter
+from common.job import CPU, GPU
+from common.ranges import LAUNCH_GATHER, bucket_range
+from common.torch_private import allocator_history
+
+
+def test_torchs_trace_shows_our_ranges() -> None:
+    """A trace as its viewer opens it, with the ranges of the phases and buckets and the operators in them."""
+    with record_with_torch(CPU) as files, phase(FORWARD), bucket_range(LAUNCH_GATHER, "layers.0"):
+        torch.ones(3) @ torch.ones(3)
+    assert list(files) == [TORCH_TRACE]
+    names = {event["name"] for event in json.loads(files[TORCH_TRACE])["traceEvents"]}
+    assert {"aten::dot", "fsdp::launch_gather (layers.0)"} <= names
+
+
+def test_allocator_history_is_taken_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator notes the block and nothing after it, also when the block fails; what it noted can be unpickled."""
+    calls: list[Any] = []
+    start, take = torch.cuda.memory._record_memory_history, torch.cuda.memory._snapshot
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: calls.append("snapshot") or {"segments": [3]})
+    with allocator_history() as snapshot:
+        calls.append("block")
+    assert pickle.loads(snapshot()) == {"segments": [3]}
+    noting, *others = calls
+    assert others == ["block", "snapshot", {"enabled": None}] and noting["max_entries"] > 0
+    for keywords in (noting, {"enabled": None}):
+        inspect.signature(start).bind(**keywords)
+    inspect.signature(take).bind()
+    with pytest.raises(ZeroDivisionError), allocator_history():
+        _ = 1 / 0
+    assert calls[-1] == {"enabled": None} and calls.count("snapshot") == 1
+
+
+@contextmanager
+def faked_history() -> Iterator[Callable[[], bytes]]:
+    """An allocator that noted something."""
+    yield lambda: b"blocks"
+
+
+def test_a_step_on_a_gpu_is_kept_as_torchs_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both files of each rank, none of ours; `lanes` says where to look at them."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_trace, "allocator_history", faked_history)
+    with record_trace(1, 2, Meter(), GPU) as trace:
+        torch.ones(3).sum()
+    assert isinstance(trace, Trace) and trace.spans == []
+    save_trace(tmp_path, "eager", trace)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"eager-rank1{SNAPSHOT}", f"eager-rank1{TORCH_TRACE}"]
+    assert (tmp_path / f"eager-rank1{SNAPSHOT}").read_bytes() == b"blocks"
+    with pytest.raises(ConfigError, match=r"ui\.perfetto\.dev"):
+        load_steps(tmp_path, (), cell=None, rank=1)
