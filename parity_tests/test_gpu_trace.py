@@ -23,6 +23,7 @@ from common.harness.link import Meter
 from common.job import CPU, GPU
 from common.ranges import LAUNCH_GATHER, bucket_range
 from common.torch_private import allocator_history
+from parity_tests.torch_private import allocator_snapshot, record_memory_history
 
 
 def test_torchs_trace_shows_our_ranges() -> None:
@@ -37,7 +38,6 @@ def test_torchs_trace_shows_our_ranges() -> None:
 def test_allocator_history_is_taken_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator notes the block and nothing after it, also when the block fails; what it noted can be unpickled."""
     calls: list[Any] = []
-    start, take = torch.cuda.memory._record_memory_history, torch.cuda.memory._snapshot
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: calls.append("snapshot") or {"segments": [3]})
     with allocator_history() as snapshot:
@@ -46,8 +46,8 @@ def test_allocator_history_is_taken_before_it_ends(monkeypatch: pytest.MonkeyPat
     noting, *others = calls
     assert others == ["block", "snapshot", {"enabled": None}] and noting["max_entries"] > 0
     for keywords in (noting, {"enabled": None}):
-        inspect.signature(start).bind(**keywords)
-    inspect.signature(take).bind()
+        inspect.signature(record_memory_history).bind(**keywords)
+    inspect.signature(allocator_snapshot).bind()
     with pytest.raises(ZeroDivisionError), allocator_history():
         _ = 1 / 0
     assert calls[-1] == {"enabled": None} and calls.count("snapshot") == 1

@@ -41,6 +41,7 @@ TESTS_OF_BENCH = {
         "test_cli",
         "test_explain",
         "test_fake_link",
+        "test_gpu_trace",
         "test_own_model",
         "test_random_configurations",
         "test_render",

@@ -17,13 +17,25 @@ from torch._dynamo.utils import counters
 # Reads back the code Inductor generated, to see that the order of the collectives survived to what runs.
 from torch._inductor.utils import run_and_get_code
 
+# The GPU allocator's account of itself; a machine without a GPU can look at what arguments it takes.
+from torch.cuda.memory import _record_memory_history as record_memory_history
+from torch.cuda.memory import _snapshot as allocator_snapshot
+
 # A reduction that only NCCL knows.
 from torch.distributed import _make_nccl_premul_sum as premultiplied_sum
 
 # A process group of any size in one process: compiled graphs can be looked at without ranks.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "counting_graphs", "functional_collectives", "premultiplied_sum", "run_and_get_code"]
+__all__ = [
+    "FakeStore",
+    "allocator_snapshot",
+    "counting_graphs",
+    "functional_collectives",
+    "premultiplied_sum",
+    "record_memory_history",
+    "run_and_get_code",
+]
 
 
 @contextmanager
