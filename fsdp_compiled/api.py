@@ -63,7 +63,7 @@ def data_parallel(
     check_shardable(model.named_parameters(), mesh.device_type)
     plan = plan or build_plan(model)
     policy = mp_policy or MixedPrecisionPolicy()
-    pipeline = Pipeline(plan, mesh, transport, in_pass_order(disabled_passes))
+    pipeline = Pipeline(plan, mesh, transport, policy, in_pass_order(disabled_passes))
     if backend == "eager" and mesh.size() > 1:
         _check_uncompiled(pipeline, policy.reduction_dtype(next(model.parameters())))
     replication = Replication(mesh, policy)

@@ -14,7 +14,6 @@ parameter, not by having one placeholder above them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,16 +137,24 @@ def mark_collectives(gm: GraphModule, *, params: Mapping[int, str]) -> GraphModu
     ]
     if missed:
         raise PassError(f"trace: parameter {missed[0]!r} is computed with, but no all-gather of it was recognised")
-    output = gm.graph.output_node()
+    for name, value in gradients_of(gm.graph, params):
+        starts = _reductions_above(value)
+        if not starts:
+            raise PassError(f"trace: the gradient of {name!r} reaches the output without a reduce-scatter")
+        for start in starts:
+            start.meta[_MARK] = name
+    return gm
+
+
+def gradients_of(graph: Graph, params: Mapping[int, str]) -> list[tuple[str, Node]]:
+    """The parameters' gradients among the outputs of a joint graph; none of a forward graph."""
+    output = graph.output_node()
+    found = []
     for value, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):  # type: ignore[arg-type]
         index = gradient_of_input(desc)
         if index is not None and index in params and isinstance(value, Node):
-            starts = _reductions_above(value)
-            if not starts:
-                raise PassError(f"trace: the gradient of {params[index]!r} reaches the output without a reduce-scatter")
-            for start in starts:
-                start.meta[_MARK] = params[index]
-    return gm
+            found.append((params[index], value))
+    return found
 
 
 def _placeholder_above(node: Node) -> Node | None:
@@ -200,103 +207,6 @@ def param_of(node: Node) -> str:
     """The parameter that `mark` wrote on a collective."""
     param: str = node.meta[_MARK]
     return param
-
-
-def merge_repeated_reads(gm: GraphModule) -> GraphModule:
-    """Gather a parameter once and reduce its gradient once, however often the model reads it.
-
-    A weight that is read twice (tied, or used in two places) is traced as two gathers and two reductions whose
-    results are added. The eager engine gathers once, and autograd adds the two whole gradients before the one
-    reduction. Done here the same way, in the same order, the two stay equal to the bit.
-    """
-    graph = gm.graph
-    first: dict[tuple[Any, ...], Collective] = {}
-    for gather in find_gathers(graph):
-        kept = first.setdefault((gather.param, gather.key), gather)
-        if kept is not gather:
-            gather.wait.replace_all_uses_with(kept.wait)
-            graph.erase_node(gather.wait)
-            graph.erase_node(gather.start)
-    reductions: dict[str, list[Collective]] = {}
-    for reduction in find_reductions(graph):
-        reductions.setdefault(reduction.param, []).append(reduction)
-    for several in reductions.values():
-        if len(several) > 1:
-            _reduce_once(graph, several)
-    graph.eliminate_dead_code()
-    for reduction in find_reductions(graph):
-        if not reduction.wait.users:  # a wait counts as a side effect, so that it outlives its users
-            graph.erase_node(reduction.wait)
-            graph.erase_node(reduction.start)
-    graph.eliminate_dead_code()
-    graph.lint()
-    return gm
-
-
-def _reduce_once(graph: Graph, reductions: list[Collective]) -> None:
-    """Replace add(reduce(a), reduce(b)) by reduce(add(a, b)), keeping the order of the additions."""
-    whole = {_result(reduction.wait): _whole_gradient(reduction) for reduction in reductions}
-    last = reductions[-1]
-    results = list(whole)
-    total, summed = results[0], whole[results[0]]
-    head = whole[_result(last.wait)]
-    consumers = list(head.users)  # the last chain's own first node, before anything is added
-    builder = Builder(graph, like=head)
-    pending = set(results[1:])
-    while pending:
-        (add,) = (user for user in total.users if is_call(user, aten.add.Tensor))
-        (other,) = (node for node in add.all_input_nodes if node is not total)
-        if other not in pending:
-            raise PassError(
-                f"trace: the gradient of {last.param!r} is summed from {len(results)} reads in an order that is not "
-                "a chain of additions, so its reductions cannot be merged"
-            )
-        pending.remove(other)
-        pair = [summed, whole[other]] if add.args[0] is total else [whole[other], summed]
-        with graph.inserting_after(max(pair, key=_positions(graph).__getitem__)):
-            summed = builder.call(aten.add.Tensor, *pair)
-        total = add
-    for consumer in consumers:
-        if consumer is not summed and _leads_to(consumer, last.start):
-            consumer.replace_input_with(head, summed)
-    total.replace_all_uses_with(_result(last.wait))
-    stable_topological_sort(graph)
-
-
-def _result(wait: Node) -> Node:
-    """The last node of a reduction's own chain: the shard's gradient in the parameter's dtype."""
-    node = wait
-    while len(node.users) == 1:
-        (user,) = node.users
-        if not (is_view(user) or is_cast(user)):
-            break
-        node = user
-    return node
-
-
-def _whole_gradient(reduction: Collective) -> Node:
-    """The gradient of one read [d0, ...], in the dtype that computed it, before it is cast and padded."""
-    node = reduction.start.all_input_nodes[0]
-    if is_call(node, aten.cat.default):  # uneven rows: split, pad the last pieces, cat
-        node = node.all_input_nodes[0]
-        while node.target in (operator.getitem, aten.constant_pad_nd.default):
-            (node,) = node.all_input_nodes
-        (node,) = node.all_input_nodes  # what was split
-    if is_cast(node):
-        (node,) = node.all_input_nodes
-    return node
-
-
-def _leads_to(node: Node, target: Node) -> bool:
-    pending, seen = [node], {node}
-    while pending:
-        node = pending.pop()
-        if node is target:
-            return True
-        new = [user for user in node.users if user not in seen]
-        seen.update(new)
-        pending += new
-    return False
 
 
 def lower_reductions(gm: GraphModule, *, decide: Callable[[torch.dtype], Reduction]) -> GraphModule:
@@ -385,7 +295,3 @@ def stable_topological_sort(graph: Graph) -> None:
     assert output.op == "output"
     for node in order[:-1]:
         output.prepend(node)
-
-
-def _positions(graph: Graph) -> dict[Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}

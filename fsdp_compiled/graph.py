@@ -13,7 +13,7 @@ One training step of the compiled engine, after the first call traced it:
 
 Every pass is `(gm, *, ...) -> gm`, its configuration bound by `functools.partial`; the runner knows none of them. The
 four that make messages few and hide them (`common.job.PASSES`) can be left out by name, to see what each is worth; the
-others are what makes the graph right.
+others are what makes the graph right. On one rank nothing travels, and `add_before_casts` is the only pass.
 
 Counterpart: fsdp_eager/state.py, hooks and training states in the place of a pipeline.
 Source: torchtitan `graph_trainer` for the pass signature; torch 2.13 `compile_fx` for where the graphs pass by.
@@ -37,6 +37,7 @@ from common.errors import EngineError, PassError
 from common.gradient import Reduction, Transport, plan_reduction
 from common.mesh import backend_of
 from common.plan import BucketPlan
+from common.policy import MixedPrecisionPolicy
 from common.ranges import GATHER, REDUCE, graph_range
 from fsdp_compiled import torch_private
 from fsdp_compiled.bucket import bucket_gathers, bucket_reductions
@@ -45,9 +46,9 @@ from fsdp_compiled.collectives import (
     find_lowered,
     lower_reductions,
     mark_collectives,
-    merge_repeated_reads,
     param_of,
 )
+from fsdp_compiled.reads import add_before_casts, merge_repeated_reads
 from fsdp_compiled.reshard import check_resharded, tag_gathers
 from fsdp_compiled.schedule import delay_reduction_waits, prefetch_gathers
 
@@ -72,16 +73,25 @@ class Pipeline:
         plan: which parameters travel together.
         mesh: 1-D; its process group carries the collectives.
         transport: how reductions travel.
+        policy: dtypes of compute and reduction.
         disabled: names of `common.job.PASSES` that are left out.
     """
 
     plan: BucketPlan
     mesh: DeviceMesh
     transport: Transport
+    policy: MixedPrecisionPolicy
     disabled: tuple[str, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, so that nothing travels."""
+        return self.mesh.size() == 1
 
     def joint(self, params: Mapping[int, str]) -> list[Pass]:
         """Passes over the joint graph."""
+        if self.is_alone:
+            return [partial(add_before_casts, params=params, policy=self.policy)]
         return [
             partial(mark_collectives, params=params),
             merge_repeated_reads,
@@ -90,10 +100,14 @@ class Pipeline:
 
     def forward(self) -> list[Pass]:
         """Passes over the forward graph."""
+        if self.is_alone:
+            return []
         return [*self._optional(bucket_gathers, plan=self.plan), *self._optional(prefetch_gathers, plan=self.plan)]
 
     def backward(self) -> list[Pass]:
         """Passes over the backward graph."""
+        if self.is_alone:
+            return []
         return [
             check_resharded,
             *self._optional(bucket_reductions, plan=self.plan),
@@ -104,6 +118,8 @@ class Pipeline:
 
     def inference(self, params: Mapping[int, str]) -> list[Pass]:
         """Passes over a forward that no backward follows."""
+        if self.is_alone:
+            return []
         return [partial(mark_collectives, params=params), merge_repeated_reads, *self.forward()]
 
     def _optional(self, graph_pass: Callable[..., GraphModule], **configuration: object) -> list[Pass]:
@@ -143,11 +159,10 @@ class GraphCompiler:
         return self.run(gm, self.pipeline.backward() if is_backward else self.pipeline.forward())
 
     def run(self, gm: GraphModule, passes: Sequence[Pass]) -> GraphModule:
-        """Run `passes` over `gm` in order; at world size 1 nothing travels and nothing is rewritten."""
-        if self.pipeline.mesh.size() > 1:
-            for graph_pass in passes:
-                gm = graph_pass(gm)
-            gm.recompile()
+        """Run `passes` over `gm` in order."""
+        for graph_pass in passes:
+            gm = graph_pass(gm)
+        gm.recompile()
         return gm
 
     def range_of(self, gm: GraphModule) -> Callable[[], AbstractContextManager[object]]:

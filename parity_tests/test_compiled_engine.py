@@ -21,6 +21,7 @@ from parity_tests.compiled_cases import (
 FP32 = (None, None)
 MIXED = (torch.bfloat16, torch.float32)
 PURE = (torch.bfloat16, torch.bfloat16)
+HALF = (torch.float16, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,10 @@ PURE = (torch.bfloat16, torch.bfloat16)
         (Tied, "block", PURE, True, 4),
         (Narrow, "embed,squeeze,head", FP32, True, 4),
         (Narrow, "model", MIXED, True, 3),
+        (Repeats, "block", FP32, True, 1),
+        (Repeats, "block", HALF, True, 1),
+        (Tied, "block", PURE, True, 1),
+        (Tied, "block", (torch.bfloat16, torch.float16), True, 1),
     ],
 )
 def test_odd_models_equal_torch_bitwise(

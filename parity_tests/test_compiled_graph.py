@@ -165,7 +165,7 @@ def test_backward_overlaps_gathers_and_reductions_with_compute(graphs: list[Grap
 def passes(*disabled: str) -> list[str]:
     """The names of all passes of a pipeline, graph by graph."""
     with fake_ranks(2):
-        pipeline = graph.Pipeline(build_plan(Net()), build_mesh(), Transport.NATIVE, disabled)
+        pipeline = graph.Pipeline(build_plan(Net()), build_mesh(), Transport.NATIVE, MixedPrecisionPolicy(), disabled)
         lists = [pipeline.joint({}), pipeline.forward(), pipeline.backward(), pipeline.inference({})]
     return [getattr(each, "func", each).__name__ for each in chain(*lists)]  # type: ignore[attr-defined]
 
