@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from bench.judge import failures
-from common.engine import BLOCKWISE, SHORT_NAMES
+from common.engine import compilers_of, is_own
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn
@@ -142,11 +142,10 @@ def bench_rows(
 
 def computed_by(engine: str, job: JobConfig) -> str:
     """What ran an engine's compute: a backend for the whole model, or one for each of its blocks."""
-    path = SHORT_NAMES.get(engine, engine)
-    if path == SHORT_NAMES["compiled"]:
-        return job.backend
-    is_blockwise = path in BLOCKWISE and job.block_backend != "eager"
-    return f"{job.block_backend} per block" if is_blockwise else "eager"
+    compilers = compilers_of(engine, job)
+    if is_own(engine) and compilers.all:
+        return "unknown"  # it may or may not do what the job says
+    return f"{compilers.blocks} per block" if compilers.blocks != "eager" else compilers.model
 
 
 def _with_figures(

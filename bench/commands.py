@@ -48,7 +48,7 @@ from bench.options import (
     ShowOptions,
     parse,
 )
-from bench.preflight import check
+from bench.preflight import settle
 from bench.progress import watch
 from bench.render import emit
 from bench.selftest import SelfTest, run_all
@@ -100,7 +100,7 @@ def run(words: Sequence[str]) -> int:
 
 def compare(options: CompareOptions) -> int:
     """Train the job on every engine and judge whether they agree."""
-    job = check(options.job, options.reference, options.engines, options.out)
+    job = settle(options.job, options.reference, options.engines, options.out)
     options = replace(options, job=job)
     if options.bisect_passes and not any(stage_jobs(engine, job) for engine in options.engines):
         raise ConfigError(
@@ -141,7 +141,7 @@ def explain(options: ExplainOptions) -> int:
         raise ConfigError(f"explain {folder}: expected a run of compare, found one of bench; compare the same job")
     comparison = load_comparison(folder)
     report = _chosen(comparison, options.pair)
-    check(comparison.job, report.reference, [report.candidate], folder)
+    settle(comparison.job, report.reference, [report.candidate], folder)
     with open_ranks(comparison.job.ranks) as ranks:
         explanation = _explain(ranks, comparison, report, options.timeout_s)
         if ranks.is_main:
@@ -173,7 +173,7 @@ def _save_baseline(path: Path, comparison: Comparison) -> None:
 def bench(options: BenchOptions) -> int:
     """Time engines in turns, cell by cell; each has to agree with the reference before its figures count."""
     cells = [
-        replace(cell, job=check(cell.job, options.reference, options.engines, options.out, alive=len(options.engines)))
+        replace(cell, job=settle(cell.job, options.reference, options.engines, options.out, alive=len(options.engines)))
         for cell in options.cells
     ]
     created = datetime.now().astimezone()

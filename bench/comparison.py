@@ -38,7 +38,7 @@ def run_comparison(
     grade: Grade | None = None,
     show: bool = True,
 ) -> tuple[Comparison, dict[str, Run]]:
-    """Train the job of `options` on every engine and judge the pairs; `preflight.check` has passed.
+    """Train the job of `options` on every engine and judge the pairs; `preflight.settle` has passed.
 
     Args:
         ranks: where.

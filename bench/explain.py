@@ -92,7 +92,7 @@ def explain(
         for name, its_job in jobs.items():
             engine, on_progress = "single" if name == REFEREE else name, watcher.begin(name)
             replayed[name] = replay(ranks, engine, its_job, step, on_progress=on_progress, timeout_s=timeout_s)
-    divergence = _compare(replayed, report, jobs, records[-1].process_group)
+    divergence = _compare(replayed, report, jobs)
     bisection = None
     if divergence.finding is None or not divergence.finding.breaks_promise:  # else it is there without a compiler
         # the candidate is taken apart, or, if nothing compiles that, the reference
@@ -112,9 +112,7 @@ def explain(
     )
 
 
-def _compare(
-    replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig], process_group: str
-) -> WalkComparison:
+def _compare(replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig]) -> WalkComparison:
     reference, candidate = replayed[report.reference], replayed[report.candidate]
     ours = jobs[report.candidate]
     grade = expected_grade(
@@ -122,7 +120,6 @@ def _compare(
         report.reference,
         report.candidate,
         candidate_job=ours,
-        process_group=process_group,
     )
     bitwise = report.asked is Grade.BITWISE and grade is Grade.BITWISE
     bound = ErrorBound.of(

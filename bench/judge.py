@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from common.engine import SHORT_NAMES
+from common.engine import SHORT_NAMES, import_path
 from common.harness import peers
 from common.harness.compare import Grade, ParityReport, compare_runs, expected_grade, referee_job
 from common.harness.instruments.collectives import BACKWARD
@@ -218,10 +218,10 @@ def collective_cause(row: CollectiveRow) -> str:
 
 
 def _is_main(pair: Pair) -> bool:
-    return tuple(SHORT_NAMES.get(name, name) for name in pair) == _MAIN_PAIR
+    return tuple(map(import_path, pair)) == _MAIN_PAIR
 
 
 def _trust(engine: str) -> int:
     """The place of an engine among those that may stand as a reference; the user's own come last."""
-    path = SHORT_NAMES.get(engine, engine)
+    path = import_path(engine)
     return _MOST_TRUSTED_FIRST.index(path) if path in _MOST_TRUSTED_FIRST else len(_MOST_TRUSTED_FIRST)

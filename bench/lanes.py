@@ -19,12 +19,10 @@ from string import ascii_lowercase, ascii_uppercase
 import pandas as pd
 
 from bench.documents import Document, Section
-from bench.lanes_picture import lanes_picture
+from bench.lanes_picture import lanes_of, lanes_picture, step_length
 from bench.tables import frame
 from bench.views import as_text
-from common.harness.instruments.trace import COMPUTE, LAUNCH, LINK, PHASE, WAIT, Span
-from common.harness.link.meter import OTHER
-from common.ranges import GATHER, REDUCE
+from common.harness.instruments.trace import LAUNCH, PHASE, WAIT, Span
 
 WIDTH = 100
 """Characters of the longest step, unless it is said."""
@@ -75,18 +73,8 @@ def _drawings(
 ) -> Iterable[tuple[str, str]]:
     """The lanes of one step, each with what is drawn on it."""
     cells = min(width, math.ceil(step_length(spans) / cell_s))
-    marked = [(span, span.name[:1]) for span in spans if span.lane == PHASE]
-    yield PHASE, draw(marked, cell_s, cells, _IDLE)
-    computed = [(span, _mark(span, letters)) for span in spans if span.lane == COMPUTE]
-    yield COMPUTE, draw(computed, cell_s, cells, _IDLE)
-    links = list(dict.fromkeys(span.lane for span in spans if span.lane.startswith(LINK)))
-    for link in links:
-        for kind in (GATHER, REDUCE, OTHER):
-            carried = [
-                (span, letters.get(span.name, _NOBODY)) for span in spans if (span.lane, span.kind) == (link, kind)
-            ]
-            if carried:
-                yield (kind if len(links) == 1 else f"{kind} {link}"), draw(carried, cell_s, cells, _IDLE)
+    for title, lane in lanes_of(spans):
+        yield title, draw([(span, _mark(span, letters)) for span in lane], cell_s, cells, _IDLE)
 
 
 def draw(spans: Iterable[tuple[Span, str]], cell_s: float, width: int, idle: str) -> str:
@@ -105,9 +93,10 @@ def draw(spans: Iterable[tuple[Span, str]], cell_s: float, width: int, idle: str
 
 
 def _mark(span: Span, letters: Mapping[str, str]) -> str:
-    if span.kind == WAIT:
-        return _WAITING
-    return _NOBODY if span.kind == LAUNCH else letters.get(span.name, _NOBODY)
+    if span.lane == PHASE:
+        return span.name[:1]
+    fixed = {WAIT: _WAITING, LAUNCH: _NOBODY}
+    return fixed.get(span.kind) or letters.get(span.name, _NOBODY)
 
 
 def _letters(steps: Iterable[Sequence[Span]]) -> dict[str, str]:
@@ -119,8 +108,3 @@ def _letters(steps: Iterable[Sequence[Span]]) -> dict[str, str]:
         if span.kind == LAUNCH and span.name
     )
     return {name: LETTERS[number % len(LETTERS)] for number, name in enumerate(names)}
-
-
-def step_length(spans: Sequence[Span]) -> float:
-    """Seconds from the start of a step to the end of its last phase."""
-    return max(span.end_s for span in spans if span.lane == PHASE)

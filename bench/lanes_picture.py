@@ -21,16 +21,32 @@ _WAITS, _LAUNCHES, _NOBODY = {"fill": "url(#waiting)"}, {"class_": "launch"}, {"
 _LOOKS = {"waits": _WAITS, "launches a collective": _LAUNCHES, "for no bucket": _NOBODY}
 
 
+def lanes_of(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """The lanes of one step that hold something, each with its title: phases, compute, and each link by kind."""
+    lanes = [(name, [span for span in spans if span.lane == name]) for name in (PHASE, COMPUTE)]
+    links = list(dict.fromkeys(span.lane for span in spans if span.lane.startswith(LINK)))
+    for link in links:
+        for kind in (GATHER, REDUCE, OTHER):
+            carried = [span for span in spans if (span.lane, span.kind) == (link, kind)]
+            lanes.append((kind if len(links) == 1 else f"{kind} {link.removeprefix(LINK).strip()}", carried))
+    return [(title, lane) for title, lane in lanes if lane]
+
+
+def step_length(spans: Sequence[Span]) -> float:
+    """Seconds from the start of a step to the end of its last phase."""
+    return max(span.end_s for span in spans if span.lane == PHASE)
+
+
 def lanes_picture(steps: Mapping[str, Sequence[Span]], letters: Mapping[str, str]) -> str:
     """The steps of several engines, by name, as SVG; `letters` is what buckets are called."""
-    longest_s = max(span.end_s for spans in steps.values() for span in spans if span.lane == PHASE)
+    longest_s = max(map(step_length, steps.values()))
     per_s = (WIDTH - _LEFT - _RIGHT) / longest_s
     parts = [tag("defs", _WAITING)]
     top = 16.0
     for engine, spans in steps.items():
         parts.append(text(engine, _LEFT, top, class_="name"))
         top += 6
-        for title, lane in _lanes(spans):
+        for title, lane in lanes_of(spans):
             parts.append(text(title, _LEFT - 6, top + 12, text_anchor="end", class_="faint"))
             for span in lane:
                 parts += _bar(span, letters, top, per_s)
@@ -68,17 +84,6 @@ def _legend(letters: Mapping[str, str], top: float) -> tuple[list[str], float]:
 def _colors(letters: Mapping[str, str]) -> dict[str, str]:
     """The style of each bucket."""
     return {name: f"c{number % _COLORS}" for number, name in enumerate(letters)}
-
-
-def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """The lanes of one step that hold something, each with its title: phases, compute, and each link by kind."""
-    lanes = [(name, [span for span in spans if span.lane == name]) for name in (PHASE, COMPUTE)]
-    links = list(dict.fromkeys(span.lane for span in spans if span.lane.startswith(LINK)))
-    for number, link in enumerate(links):
-        for kind in (GATHER, REDUCE, OTHER):
-            carried = [span for span in spans if (span.lane, span.kind) == (link, kind)]
-            lanes.append((kind if len(links) == 1 else f"{kind} {number + 1}", carried))
-    return [(title, lane) for title, lane in lanes if lane]
 
 
 def _bar(span: Span, letters: Mapping[str, str], top: float, per_s: float) -> list[str]:

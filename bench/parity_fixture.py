@@ -25,7 +25,7 @@ from bench.comparison import run_comparison
 from bench.documents import headline
 from bench.judge import off_plan
 from bench.options import CompareOptions, parse
-from bench.preflight import check
+from bench.preflight import settle
 from bench.store import Comparison, make_run_folder, save_comparison
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.grades import Grade
@@ -99,7 +99,7 @@ class FsdpParity:
             asked = _grade(grade)
             with _importable(given["model"]) as model:
                 options = _options(given | job | {"model": model}, engines, self._out, timeout_s)
-                settled = check(options.job, options.reference, options.engines, options.out)
+                settled = settle(options.job, options.reference, options.engines, options.out)
                 options = replace(options, job=settled)
                 comparison, folder = self._compare(options, asked)
         except ParityError as error:

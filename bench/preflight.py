@@ -21,7 +21,7 @@ from bench.parser import torchrun_ranks
 from bench.store import REPORT
 from common.blocks import check_blocks
 from common.device import device_of
-from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
+from common.engine import SHORT_NAMES, compilers_of, import_path, is_own, load_engine
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
 from common.harness.workload import Workload
@@ -40,14 +40,14 @@ RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
 
-def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> JobConfig:
-    """Refuse a comparison that cannot run: `job` on `engines` against `reference`, recorded in `out`.
+def settle(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> JobConfig:
+    """The job as it will run on `engines` against `reference`, recorded in `out`; refuses one that cannot.
 
     Args:
         alive: how many engines hold ranks of their own at the same time; in torchrun's they share them.
 
     Returns:
-        The job, in which it is settled whether a sequence length counts.
+        The job; without a sequence length, if the model takes none.
 
     Raises:
         ConfigError: what is wrong, what was expected, and the way out.
@@ -60,7 +60,7 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     names = (reference, *engines)
     for name in names:
         _load_engine(name)
-    if not job.is_judged and SHORT_NAMES["ddp"] in {SHORT_NAMES.get(name, name) for name in engines}:
+    if not job.is_judged and SHORT_NAMES["ddp"] in map(import_path, engines):
         raise ConfigError(
             "engine ddp: waits for the result of an all-reduce, which a process group that moves nothing never has; "
             "leave ddp out of --engines on link fake"
@@ -74,10 +74,10 @@ def check(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, 
     _check_trainable(model, job, names)
     _check_chance(workload)
     _check_memory(model, job, alive)
-    paths = {SHORT_NAMES.get(name, name) for name in used}
-    if job.backend == "inductor" and SHORT_NAMES["compiled"] in paths:
+    at_home = [compilers_of(name, job) for name in used if not is_own(name)]  # the user's own may do without
+    if any(compilers.model == "inductor" for compilers in at_home):
         check_compiler("backend")
-    if job.block_backend == "inductor" and not paths.isdisjoint(BLOCKWISE):
+    if any(compilers.blocks == "inductor" for compilers in at_home):
         check_compiler("block_backend")
     check_writable(out)
     return workload.job
@@ -169,7 +169,7 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
     """See that the model can be sharded, has something to train, and means the same however the batch is shared out."""
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model {job.model!r}: no parameter requires a gradient, so there is nothing to train")
-    if any(SHORT_NAMES.get(name, name) in SHARDED for name in engines):
+    if any(import_path(name) in SHARDED for name in engines):
         try:
             check_shardable(model.named_parameters(), next(model.parameters()).device.type)
         except EngineError as error:
@@ -188,7 +188,7 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
 
 def _check_chance(workload: Workload) -> None:
     """See that a user's model and loss draw no random numbers by themselves; those at home draw none."""
-    draw = find_draw(workload) if ":" in workload.job.model else None
+    draw = find_draw(workload) if workload.job.has_own_model else None
     if draw is not None:
         raise ConfigError(
             f"model {workload.job.model!r}: its forward or loss calls {draw}, which draws other numbers on each "
@@ -198,8 +198,8 @@ def _check_chance(workload: Workload) -> None:
 
 def _check_disabled_passes(job: JobConfig, engines: Iterable[str]) -> None:
     """See that an engine has the passes that are disabled; one of the user's own may."""
-    at_home = set(SHORT_NAMES.values()) - {SHORT_NAMES["compiled"]}
-    if job.disabled_passes and all(SHORT_NAMES.get(name, name) in at_home for name in engines):
+    may_have = [is_own(name) or import_path(name) == SHORT_NAMES["compiled"] for name in engines]
+    if job.disabled_passes and not any(may_have):
         raise ConfigError(
             f"disabled_passes: expected an engine with passes to leave {job.disabled_passes[0]} out of, found "
             f"{', '.join(engines)}; add compiled to --engines, or leave --disabled-passes out"
@@ -210,13 +210,13 @@ def _check_block_backend(model: nn.Module, job: JobConfig, plan: BucketPlan, eng
     """See that an engine lets its blocks be compiled, and that the model has some without hooks inside."""
     if job.block_backend == "eager":
         return
-    paths = {SHORT_NAMES.get(name, name) for name in engines}
-    if paths <= {SHORT_NAMES["single"], SHORT_NAMES["compiled"]}:
+    followers = [name for name in engines if compilers_of(name, job).blocks != "eager"]
+    if not followers:
         raise ConfigError(
             f"block_backend {job.block_backend}: expected an engine that leaves the model's code as it is, found "
             f"{', '.join(engines)}; add one, such as eager, to --engines, or leave --block-backend out"
         )
-    has_hooks = not paths.isdisjoint(set(BLOCKWISE) & set(SHARDED))  # not so ddp, and who knows a user's own engine
+    has_hooks = any(import_path(name) in SHARDED for name in followers)  # not so ddp, and who knows a user's own engine
     check_blocks(model, job, plan if has_hooks else None)
 
 

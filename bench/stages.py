@@ -18,10 +18,10 @@ from typing import Any
 
 from bench.judge import engine_of, judge_pair, judging_jobs, off_plan
 from bench.progress import watch
-from common.engine import BLOCKWISE, SHORT_NAMES
+from common.engine import compilers_of
 from common.harness.launch import Ranks
 from common.harness.records import Run, row_of
-from common.harness.replay import may_compile, walkable
+from common.harness.replay import walkable
 from common.harness.report import ParityReport
 from common.harness.train import run_job
 from common.job import PASSES, JobConfig
@@ -98,10 +98,11 @@ class Bisection:
 
 def stage_jobs(engine: str, job: JobConfig) -> dict[str, JobConfig]:
     """By stage, the job to run; none for an engine that nothing compiles."""
-    if not may_compile(engine, job):
+    compilers = compilers_of(engine, job)
+    if not compilers.all:
         return {}
     jobs = {UNCOMPILED: walkable(engine, job)}
-    if SHORT_NAMES.get(engine, engine) in BLOCKWISE:
+    if compilers.model == "eager":
         backends = (AOT_EAGER, INDUCTOR) if job.block_backend == INDUCTOR else (AOT_EAGER,)
         return jobs | {backend: replace(job, block_backend=backend) for backend in backends}
     traced = replace(job, backend=AOT_EAGER)

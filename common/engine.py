@@ -30,10 +30,10 @@ SHORT_NAMES = {
     "torch-fsdp2": "common.baselines.torch_fsdp2",
     "torch-fsdp2-prefetch": "common.baselines.torch_fsdp2_prefetch",
 }
+"""Import paths of the engines at home; whatever is not among them is a user's own."""
 
-
-BLOCKWISE = tuple(SHORT_NAMES[name] for name in ("eager", "torch-fsdp2", "torch-fsdp2-prefetch", "ddp"))
-"""Import paths of the engines whose blocks `JobConfig.block_backend` compiles."""
+_BLOCKWISE = ("eager", "torch-fsdp2", "torch-fsdp2-prefetch", "ddp")
+_UNCOMPILED = "eager"
 
 
 class Parallelize(Protocol):
@@ -57,13 +57,49 @@ class Engine:
     data_parallel: bool
 
 
+@dataclass(frozen=True)
+class Compilers:
+    """The backends that may compile what an engine runs, "eager" for none.
+
+    Attributes:
+        model: of the model as a whole.
+        blocks: of each repeated block, see `common.blocks`.
+    """
+
+    model: str
+    blocks: str
+
+    @property
+    def all(self) -> set[str]:
+        """Those that do compile."""
+        return {self.model, self.blocks} - {_UNCOMPILED}
+
+
+def import_path(engine: str) -> str:
+    """Where the engine of that name, or path, is imported from."""
+    return SHORT_NAMES.get(engine, engine)
+
+
+def is_own(engine: str) -> bool:
+    """Whether it is a user's own engine, of which nothing is known."""
+    return import_path(engine) not in SHORT_NAMES.values()
+
+
+def compilers_of(engine: str, job: JobConfig) -> Compilers:
+    """What may compile an engine on this job; a user's own is taken to follow both of the job's backends."""
+    path = import_path(engine)
+    may_whole = is_own(path) or path == SHORT_NAMES["compiled"]
+    may_blocks = is_own(path) or path in map(import_path, _BLOCKWISE)
+    return Compilers(job.backend if may_whole else _UNCOMPILED, job.block_backend if may_blocks else _UNCOMPILED)
+
+
 def load_engine(name: str) -> Engine:
     """Import the engine called `name`.
 
     Raises:
         ConfigError: no such module, or a module without `parallelize`.
     """
-    path = SHORT_NAMES.get(name, name)
+    path = import_path(name)
     known = ", ".join(SHORT_NAMES)
     module = import_named(path, what=f"engine {name!r}", way_out=f"; known engines are {known}, or give an import path")
     parallelize = getattr(module, "parallelize", None)

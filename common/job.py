@@ -79,7 +79,7 @@ class JobConfig:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.seq is None and ":" not in self.model:
+        if self.seq is None and not self.has_own_model:
             object.__setattr__(self, "seq", DEFAULT_SEQ)
         least_seq = (("seq", 2),) if self.seq is not None else ()
         for name, least in (("ranks", 1), ("steps", 1), ("batch", 1), *least_seq, ("seed", 0)):
@@ -124,9 +124,19 @@ class JobConfig:
         )
 
     @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a user's, named as `module:function`."""
+        return ":" in self.model
+
+    @property
     def is_judged(self) -> bool:
         """Whether losses and gradients mean anything: not on a link that moves nothing."""
         return self.link != FAKE_LINK
+
+    @property
+    def process_group(self) -> str:
+        """The backend of the process group under its link; the emulated links replace what gloo does."""
+        return self.link if self.link in ("nccl", FAKE_LINK) else "gloo"
 
     @property
     def processes(self) -> int:

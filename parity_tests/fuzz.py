@@ -25,7 +25,7 @@ from hypothesis.errors import Flaky
 
 from bench.comparison import run_comparison
 from bench.options import CompareOptions, parse
-from bench.preflight import check
+from bench.preflight import settle
 from common.errors import ConfigError, RankError
 from common.harness.launch import RankPool
 from parity_tests.strategies import LARGEST_RANKS, REFUSALS, commands, refusal
@@ -90,7 +90,7 @@ class Hunt:
         try:
             options = parse(shlex.split(command)[1:])
             assert isinstance(options, CompareOptions)
-            options = replace(options, job=check(options.job, options.reference, options.engines, options.out))
+            options = replace(options, job=settle(options.job, options.reference, options.engines, options.out))
         except ConfigError as error:
             reason = refusal(str(error))
             if reason is None:

@@ -258,6 +258,13 @@ def test_backend_column_says_what_computed(engine: str, backend: str) -> None:
     assert "backend aot_eager, blocks of other engines inductor" in describe_job(job)
 
 
+def test_backend_column_claims_nothing_of_a_users_own_engine() -> None:
+    """It may follow the job's backends or not; where the job has none there is nothing to follow."""
+    job = JobConfig(backend="eager", block_backend="eager")
+    found = [computed_by("my.engine", replace(job, **{name: "inductor"})) for name in ("backend", "block_backend")]
+    assert found == ["unknown", "unknown"] and computed_by("my.engine", job) == "eager"
+
+
 def test_swept_passes_are_a_column() -> None:
     """Sets of passes are swept as options are written, in any order; tables say which cell left out which."""
     words = [f"--sweep=disabled-passes={value}" for value in ("none", "prefetch_gathers,bucket_gathers")]

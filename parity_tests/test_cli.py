@@ -224,7 +224,7 @@ def test_model_that_draws_nothing_passes(model: str, tmp_path: Path) -> None:
     """Dropout of zero or out of training, noise from a generator of its own, and a forward that needs real numbers."""
     options = parse(("compare", "--out", str(tmp_path), "--model", f"{ENGINES}.models:{model}"))
     assert isinstance(options, CompareOptions)
-    bench.preflight.check(options.job, options.reference, options.engines, options.out)
+    bench.preflight.settle(options.job, options.reference, options.engines, options.out)
 
 
 def test_compiler_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_compiler_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.Monke
     for words in (("--backend", "aot_eager"), ("--engines", "eager,ddp"), no_hooks):
         options = parse(("compare", "--out", str(tmp_path), *words))
         assert isinstance(options, CompareOptions)
-        bench.preflight.check(options.job, options.reference, options.engines, options.out)
+        bench.preflight.settle(options.job, options.reference, options.engines, options.out)
 
 
 @pytest.mark.parametrize(

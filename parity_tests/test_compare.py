@@ -426,7 +426,7 @@ def test_expected_grade_of_two_jobs() -> None:
     assert expected_grade(native, "compiled", "compiled", candidate_job=unpacked) is Grade.REDUCTION_ORDER
     assert expected_grade(native_plan, "compiled", "compiled", candidate_job=unpacked) is Grade.BITWISE
     assert expected_grade(job, "eager", "eager", candidate_job=replace(job, ranks=2)) is Grade.REDUCTION_ORDER
-    assert expected_grade(job, "eager", "torch-fsdp2", process_group="nccl") is Grade.BITWISE
+    assert expected_grade(replace(job, link="nccl"), "eager", "torch-fsdp2") is Grade.BITWISE
 
 
 def test_referee_job_trains_the_same_in_float64() -> None:

@@ -72,7 +72,6 @@ def compare_runs(
         reference[0].engine,
         candidate[0].engine,
         candidate_job=JobConfig.from_dict(candidate[0].job),
-        process_group=candidate[0].process_group,
     )
     if referee is not None:
         _check_referee(reference[0], referee[0])

@@ -79,7 +79,7 @@ from enum import StrEnum
 
 import torch
 
-from common.engine import BLOCKWISE, SHORT_NAMES
+from common.engine import SHORT_NAMES, compilers_of, import_path
 from common.gradient import Transport, plan_reduction
 from common.job import JobConfig
 from common.policy import DTYPES
@@ -108,7 +108,6 @@ _OURS = (SHORT_NAMES["eager"], SHORT_NAMES["compiled"])
 _TORCHS = (SHORT_NAMES["torch-fsdp2"], SHORT_NAMES["torch-fsdp2-prefetch"])
 SHARDED = (*_OURS, *_TORCHS)
 """Import paths of the engines that shard parameters."""
-_KNOWN = frozenset(SHORT_NAMES.values())
 
 
 def expected_grade(
@@ -117,7 +116,6 @@ def expected_grade(
     candidate: str,
     *,
     candidate_job: JobConfig | None = None,
-    process_group: str = "gloo",
 ) -> Grade:
     """The strictest grade that two engines on one job can be asked for.
 
@@ -125,13 +123,12 @@ def expected_grade(
         job: what the reference ran.
         reference, candidate: engine names.
         candidate_job: what the candidate ran, if it is another job (another plan, world size or backend).
-        process_group: its backend, which decides how `auto` reductions travel.
     """
-    first = _Side(SHORT_NAMES.get(reference, reference), job, process_group)
-    second = _Side(SHORT_NAMES.get(candidate, candidate), candidate_job or job, process_group)
+    first = _Side(import_path(reference), job)
+    second = _Side(import_path(candidate), candidate_job or job)
     if first == second:
         return Grade.BITWISE  # an engine against itself
-    if first.may_use_inductor or second.may_use_inductor:
+    if any("inductor" in compilers_of(side.path, side.job).all for side in (first, second)):
         return Grade.COMPILER
     same_order = first.path in SHARDED and second.path in SHARDED and first.sums_like(second)
     return Grade.BITWISE if same_order else Grade.REDUCTION_ORDER
@@ -149,14 +146,6 @@ class _Side:
 
     path: str
     job: JobConfig
-    process_group: str
-
-    @property
-    def may_use_inductor(self) -> bool:
-        """Whole or per block; a user's own engine is taken to follow both backends of the job."""
-        is_own = self.path not in _KNOWN
-        whole = (is_own or self.path == SHORT_NAMES["compiled"]) and self.job.backend == "inductor"
-        return whole or ((is_own or self.path in BLOCKWISE) and self.job.block_backend == "inductor")
 
     @property
     def is_ordered(self) -> bool:
@@ -164,7 +153,7 @@ class _Side:
         reduction = plan_reduction(
             world_size=self.job.ranks,
             reduce_dtype=DTYPES[self.job.reduce_dtype],
-            backend=self.process_group,
+            backend=self.job.process_group,
             transport=Transport(self.job.transport),
         )
         return self.path in _OURS and reduction.transport is Transport.ORDERED

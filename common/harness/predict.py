@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from common.baselines.torch_fsdp2 import module_groups
-from common.engine import SHORT_NAMES
+from common.engine import SHORT_NAMES, import_path
 from common.gradient import Transport, plan_reduction
 from common.harness.instruments.collectives import BACKWARD, FORWARD
 from common.harness.records import CollectiveCount
@@ -102,11 +102,11 @@ def predict_collectives(
         job: what is run.
         process_group: its backend.
     """
-    path = SHORT_NAMES.get(engine, engine)
+    path = import_path(engine)
     if path == SHORT_NAMES["single"]:
         return []
     formula = _FORMULAS.get(path)
-    if formula is None or ":" in job.model or not is_covered(model):
+    if formula is None or job.has_own_model or not is_covered(model):
         return None
     return [] if job.ranks == 1 else formula(_Setting(model, job, process_group))
 

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from common.engine import SHORT_NAMES
+from common.engine import SHORT_NAMES, import_path
 from common.harness.instruments.collectives import BACKWARD, FORWARD, OPTIMIZER
 from common.harness.memory_record import START, PredictedPoint
 from common.harness.predict import is_covered, read_params
@@ -55,8 +55,8 @@ def predict_memory(engine: str, model: nn.Module, job: JobConfig, *, rank: int) 
         job: what is run.
         rank: this rank; engines that are not data parallel have one.
     """
-    path = SHORT_NAMES.get(engine, engine)
-    if path not in (*_WHOLE, *_PADDED, _COMPILED) or ":" in job.model or not is_covered(model):
+    path = import_path(engine)
+    if path not in (*_WHOLE, *_PADDED, _COMPILED) or job.has_own_model or not is_covered(model):
         return None
     params = dict(model.named_parameters())
     ranks, rank = (1, 0) if path in _WHOLE else (job.ranks, rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.engine import BLOCKWISE, SHORT_NAMES, load_engine
+from common.engine import compilers_of, load_engine
 from common.gradient import Transport
 from common.harness.instruments.walk import Walk
 from common.harness.launch import OnProgress, RankContext, Ranks
@@ -34,20 +34,13 @@ class Replayed:
     digests: dict[str, str]
 
 
-def may_compile(engine: str, job: JobConfig) -> bool:
-    """Whether an engine may hide modules in a graph on this job; one of the user's own follows the job's backends."""
-    path = SHORT_NAMES.get(engine, engine)
-    is_own = path not in SHORT_NAMES.values()
-    whole = (is_own or path == SHORT_NAMES["compiled"]) and job.backend != "eager"
-    return whole or ((is_own or path in BLOCKWISE) and job.block_backend != "eager")
-
-
 def walkable(engine: str, job: JobConfig) -> JobConfig:
     """The job on which `engine` calls its modules: uncompiled, and packed as the compiled engine then has to be."""
-    if not may_compile(engine, job):
+    compilers = compilers_of(engine, job)
+    if not compilers.all:
         return job
     job = replace(job, block_backend="eager")
-    if SHORT_NAMES.get(engine, engine) in BLOCKWISE or job.backend == "eager":
+    if compilers.model == "eager":
         return job
     native = Transport.NATIVE.value
     return replace(

@@ -355,7 +355,7 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
     optimizer = _build_optimizer(model, job)
     training = Training(job, workload, module, optimizer, device, rank, ranks, result, others, predicted_memory)
-    if ":" in job.model and not engine.data_parallel:
+    if job.has_own_model and not engine.data_parallel:
         training.check_mean()
     return training
 
