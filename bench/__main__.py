@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+from common.errors import Terminated
+
 INTERRUPTED, TERMINATED = 130, 143
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -64,7 +66,7 @@ def _cleaning_up_on_sigterm() -> Iterator[None]:
 
 
 def _leave(*_: object) -> None:
-    raise SystemExit(TERMINATED)
+    raise Terminated(TERMINATED)
 
 
 def lacking_software() -> str | None:

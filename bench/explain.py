@@ -1,6 +1,7 @@
 """The first divergence of a pair of runs: both are replayed up to the step where they part, and walked through it.
 
-1. replay the reference, the candidate and the float64 referee up to that step (`common.harness.replay`);
+1. replay the reference, the candidate and the float64 referee up to that step (`common.harness.replay`); where bits may
+   differ and do so harmlessly, search for the first step that is out of proportion;
 2. lay the walks side by side, and name the first place (`common.harness.divergence`);
 3. where a compiler hid the modules, run the compiled engine stage by stage, and name the stage (`stages`).
 
@@ -9,13 +10,14 @@ The outcome becomes part of the run's report, which `show` prints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.judge import REFEREE
 from bench.progress import watch
 from bench.stages import Bisection, bisect, stage_jobs
+from common.engine import is_own
 from common.harness.compare import expected_grade, referee_job
 from common.harness.divergence import Finding, PlaceRow, WalkComparison, compare_walks
 from common.harness.grades import ErrorBound, Grade
@@ -32,7 +34,7 @@ class Explanation:
 
     Attributes:
         reference, candidate: engine names.
-        step: the first that differs.
+        step: the one that was walked: the first that differs, or, where rounding may, is out of proportion.
         asked, passed: of the pair's report.
         rows: every place of that step; none for a pair whose bits are equal.
         finding: the first divergence in the walk; None if there was none, since the compiler brought it in.
@@ -72,7 +74,7 @@ class Explanation:
 def explain(
     ranks: Ranks, job: JobConfig, report: ParityReport, records: Sequence[RunRecord], timeout_s: float
 ) -> Explanation:
-    """Replay the pair of `report` up to the step where bits first differ, if any do, and find out where.
+    """Replay the pair of `report` up to the step where they part, if they do, and find out where.
 
     Args:
         ranks: open.
@@ -87,29 +89,70 @@ def explain(
     if first is None and report.passed:
         return Explanation(reference, candidate, step, str(report.asked), passed=True, rows=(), finding=None)
     jobs = {name: walkable(name, job) for name in (reference, candidate)} | {REFEREE: referee_job(job)}
+
+    def walk_at(step: int) -> _Walked:
+        return _walk(ranks, report, jobs, step, timeout_s)
+
+    walked = walk_at(step)
+    if walked.is_sound and not report.passed and report.asked is not Grade.BITWISE:
+        # rounding differs from step 0 on; what broke the promise may have come later
+        walked = _first_unsound(walk_at, step, job.steps - 1) or walked
+    bisection = None
+    if walked.is_sound:  # else it is there without a compiler
+        # the candidate is taken apart, or, if nothing compiles that, the reference
+        taken, other = (candidate, reference) if stage_jobs(candidate, job) else (reference, candidate)
+        bits, steps = report.asked is Grade.BITWISE, walked.step + 1 if report.passed else job.steps
+        bisection = bisect(ranks, taken, other, replace(job, steps=steps), bits=bits, timeout_s=timeout_s)
+    return Explanation(
+        reference=reference,
+        candidate=candidate,
+        step=walked.step,
+        asked=str(report.asked),
+        passed=report.passed,
+        rows=walked.comparison.rows,
+        finding=walked.comparison.finding,
+        bisection=bisection,
+        notes=tuple(_notes(walked.replayed, jobs, job, records, walked.step)),
+    )
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """One step, walked on both sides and by the referee."""
+
+    step: int
+    replayed: dict[str, Replayed]
+    comparison: WalkComparison
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing in it is out of proportion."""
+        return self.comparison.finding is None or not self.comparison.finding.breaks_promise
+
+
+def _walk(ranks: Ranks, report: ParityReport, jobs: dict[str, JobConfig], step: int, timeout_s: float) -> _Walked:
     replayed: dict[str, Replayed] = {}
     with watch(list(jobs), step + 1, show=ranks.is_main) as watcher:
         for name, its_job in jobs.items():
             engine, on_progress = "single" if name == REFEREE else name, watcher.begin(name)
             replayed[name] = replay(ranks, engine, its_job, step, on_progress=on_progress, timeout_s=timeout_s)
-    divergence = _compare(replayed, report, jobs)
-    bisection = None
-    if divergence.finding is None or not divergence.finding.breaks_promise:  # else it is there without a compiler
-        # the candidate is taken apart, or, if nothing compiles that, the reference
-        taken, other = (candidate, reference) if stage_jobs(candidate, job) else (reference, candidate)
-        bits, short = report.asked is Grade.BITWISE, replace(job, steps=step + 1)
-        bisection = bisect(ranks, taken, other, short, bits=bits, timeout_s=timeout_s)
-    return Explanation(
-        reference=reference,
-        candidate=candidate,
-        step=step,
-        asked=str(report.asked),
-        passed=report.passed,
-        rows=divergence.rows,
-        finding=divergence.finding,
-        bisection=bisection,
-        notes=tuple(_notes(replayed, jobs, job, records, step)),
-    )
+    return _Walked(step, replayed, _compare(replayed, report, jobs))
+
+
+def _first_unsound(walk_at: Callable[[int], _Walked], sound: int, last: int) -> _Walked | None:
+    """The first step after `sound` that is not, up to `last`, by halving; None if that is sound too.
+
+    What is wrong in a step leaves wrong parameters to all later ones.
+    """
+    if sound == last or (found := walk_at(last)).is_sound:
+        return None
+    while found.step - sound > 1:
+        middle = walk_at((sound + found.step) // 2)
+        if middle.is_sound:
+            sound = middle.step
+        else:
+            found = middle
+    return found
 
 
 def _compare(replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig]) -> WalkComparison:
@@ -142,9 +185,8 @@ def _notes(
     for record in records:
         name = record.engine
         if jobs[name] != job:
-            notes.append(
-                f"{name} is walked uncompiled, since a compiled graph calls no modules: {_changed(job, jobs[name])}"
-            )
+            why = "it may be compiled" if is_own(name) else "a compiled graph calls no modules"
+            notes.append(f"{name} is walked uncompiled, since {why}: {_changed(job, jobs[name])}")
         elif replayed[name].digests != record.grad_digests[step]:
             notes.append(
                 f"the replay of {name} has other gradients than its record: it is not the same from run to run, or "

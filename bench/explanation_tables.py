@@ -69,7 +69,8 @@ def _walk_sections(explanation: Explanation) -> list[Section]:
     shown = slice(max(0, at - BEFORE), at + AFTER)
     title = f"Step {explanation.step}, {explanation.candidate} against {explanation.reference}, place by place"
     note = f"{len(walk.iloc[shown])} of {len(walk)} places; csv and json hold all; errors are relative to float64"
-    return [Section("walk", title, walk, view_walk(walk.iloc[shown]), (note, *explanation.notes))]
+    view = view_walk(walk.iloc[shown]) if explanation.finding else None  # rows of zeros tell nobody anything
+    return [Section("walk", title, walk, view, (note, *explanation.notes))]
 
 
 def _stage_sections(bisections: Sequence[Bisection]) -> list[Section]:
@@ -94,6 +95,11 @@ def _title(explanation: Explanation) -> str:
         return f"{kind}: step {step}, {finding.row.place}"
     if explanation.bisection is not None and explanation.bisection.guilty is not None:
         return f"FIRST DIVERGENCE: step {step}, brought in by the stage {explanation.bisection.guilty}"
+    changing = explanation.bisection.changing if explanation.bisection is not None else None
+    if changing is not None:
+        return (
+            f"NO DIVERGENCE BUT ROUNDING, which the stage {changing} brings in; uncompiled, step {step} has equal bits"
+        )
     return f"NOTHING FOUND: step {step}, replayed, has equal bits at every place"
 
 

@@ -204,7 +204,9 @@ def _told(comparison: Comparison, folder: Path) -> str:
         pair = f"{report.candidate} against {report.reference}"
         lines.append(f"{pair}: asked {report.asked}, reached {report.reached or 'none'}")
         if report.first_divergence is not None:
-            lines.append(f"  first difference: step {report.first_divergence.step}: {report.first_divergence.what}")
+            lines.append(
+                f"  first bit that differs: step {report.first_divergence.step}: {report.first_divergence.what}"
+            )
         lines += [f"  {reason}" for reason in report.reasons]
         lines += [f"  likely: {cause}" for cause in report.causes]
     lines += off_plan(comparison.records)

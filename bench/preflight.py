@@ -25,6 +25,7 @@ from common.engine import SHORT_NAMES, compilers_of, import_path, is_own, load_e
 from common.errors import ConfigError, EngineError, ParityError
 from common.harness.grades import SHARDED
 from common.harness.workload import Workload
+from common.imports import refusing_exits
 from common.job import JobConfig
 from common.models import build_task
 from common.plan import BucketPlan, build_plan
@@ -40,6 +41,7 @@ RANK_BYTES = 300 * 2**20
 """What a rank process needs before it holds a model: Python, torch and gloo."""
 
 
+@refusing_exits()
 def settle(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *, alive: int = 1) -> JobConfig:
     """The job as it will run on `engines` against `reference`, recorded in `out`; refuses one that cannot.
 

@@ -73,6 +73,11 @@ class Bisection:
         failing = next((row.stage for row in self.rows if not row.passed), None)
         if failing is not None or not self.bits:
             return failing
+        return self.changing
+
+    @property
+    def changing(self) -> str | None:
+        """The first stage that changes a bit, as it may where no equal bits are asked."""
         return next((row.stage for row in self.rows if row.params_differ), None)
 
     @property

@@ -57,7 +57,7 @@ def view_verdict(table: pd.DataFrame) -> pd.DataFrame:
             "reached": table["reached"],
             "margin": [format_margin(value) for value in table["margin"]],
             "verdict": [PASS if passed else FAIL for passed in table["passed"]],
-            "first difference": table["first_difference"],
+            "first bit that differs": table["first_difference"],
         }
     )
 

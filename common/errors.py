@@ -67,3 +67,7 @@ class RankTimeout(RankError):
 
 def _rebuild_rank_error(cls: type[RankError], message: str, rank: int, detail: str) -> RankError:
     return cls(message, rank=rank, detail=detail)
+
+
+class Terminated(SystemExit):
+    """SIGTERM has come; told apart from an exit that a user's code asks for."""

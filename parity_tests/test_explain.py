@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.explain import Explanation, explain
-from bench.stages import INDUCTOR, TRACED, UNCOMPILED, bisect, stage_jobs
+from bench.explanation_tables import explanation_document
+from bench.stages import INDUCTOR, TRACED, UNCOMPILED, Bisection, StageRow, bisect, stage_jobs
 from common.harness.compare import compare_runs
-from common.harness.divergence import compare_walks, describe_elements
+from common.harness.divergence import PlaceRow, compare_walks, describe_elements
 from common.harness.grades import ErrorBound, Grade
 from common.harness.instruments.walk import Phase, Place, Walk, What
 from common.harness.launch import RankPool
@@ -21,7 +22,7 @@ from common.harness.records import json_ready
 from common.harness.replay import replay, walkable
 from common.job import PASSES, JobConfig
 from parity_tests.cli_calls import call
-from parity_tests.engines import broken_pass, narrowing
+from parity_tests.engines import broken_pass, flipping_later, narrowing
 from parity_tests.runs import Runs
 
 JOB = JobConfig(model="llama-debug,n_layers=1", steps=2, batch=4, seq=16, backend="aot_eager", lr=0.01)
@@ -187,6 +188,26 @@ def test_a_narrowed_input_is_found_at_its_module(pool: RankPool, runs: Runs) -> 
     assert found.finding is not None
     assert found.finding.row.place == f"forward: output of {narrowing.TARGET!r}"
     assert found.bisection is None
+
+
+def test_what_goes_wrong_later_is_found_in_its_step(pool: RankPool, runs: Runs) -> None:
+    """Rounding differs from step 0 on; what is named is the first step, and place in it, that is out of proportion."""
+    job = replace(JOB, backend="eager", steps=5, lr=0.1)
+    found = _explained(pool, runs, "single", flipping_later.__name__, job)
+    assert found.finding is not None and found.finding.breaks_promise
+    assert (found.step, found.finding.row.place) == (1, f"gradient: gradient of {flipping_later.TARGET!r}")
+
+
+def test_the_title_names_the_stage_that_changes_bits() -> None:
+    """A walk of the uncompiled engine finds nothing where the compiler rounds in another order."""
+    same = StageRow("uncompiled", "compiler", "bitwise", None, True, 0, 8, 1, None)
+    changing = replace(same, stage=INDUCTOR, params_differ=30)
+    bisection = Bisection("compiled", "eager", False, (same, changing))
+    row = PlaceRow(**{field.name: None for field in fields(PlaceRow)})
+    found = Explanation("eager", "compiled", 0, "compiler", True, (row,), None, bisection)
+    assert "the stage inductor brings in" in explanation_document(found).title
+    none = replace(found, bisection=replace(bisection, rows=(same,)))
+    assert explanation_document(none).title.startswith("NOTHING FOUND")
 
 
 def test_a_pass_that_is_wrong_is_named(pool: RankPool, runs: Runs) -> None:

@@ -84,12 +84,23 @@ def give_own_gradient(context: RankContext) -> nn.Module:
     return model
 
 
+def give_own_gradient_replicated(context: RankContext) -> nn.Module:
+    mesh = build_mesh()
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])))
+    model.weight.grad = DTensor.from_local(torch.full((2, 2), float(context.rank // 2)), mesh, [Replicate()])
+    return model
+
+
 def leave_partial_gradient(context: RankContext) -> nn.Module:
     mesh = build_mesh()
     model = nn.Module()
     model.register_parameter("weight", nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])))
     model.weight.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Partial("avg")])
     return model
+
+
+COPIES = r"gradient of 'weight': rank 2 and rank 0 each hold a whole copy, and the copies differ"
 
 
 def error_of(context: RankContext, build: Callable[[RankContext], nn.Module]) -> str:
@@ -103,7 +114,8 @@ def error_of(context: RankContext, build: Callable[[RankContext], nn.Module]) ->
     ("build", "message"),
     [
         (give_gradient_on_rank_0, r"gradient of 'weight': rank 0 has one, rank 1 has none"),
-        (give_own_gradient, r"gradient of 'weight': rank 2 and rank 0 each hold a whole copy, and the copies differ"),
+        (give_own_gradient, COPIES),
+        (give_own_gradient_replicated, COPIES),
         (leave_partial_gradient, r"'weight' on rank \d: expected it placed like its parameter, .*Shard.*Partial"),
     ],
 )

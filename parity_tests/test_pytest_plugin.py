@@ -126,7 +126,7 @@ def test_suite_of_a_user(installed: pytest.Pytester) -> None:
     for expected in (
         "fsdp_parity: PARITY DOES NOT HOLD: 0 of 1 comparisons pass",
         "sums against eager: asked bitwise, reached none",
-        "first difference: step 0: gradient of '1.bias'",
+        "first bit that differs: step 0: gradient of '1.bias'",
         "2 times the mean: summed over ranks, not averaged",
         "more: fsdp-parity show ",
     ):

@@ -124,7 +124,7 @@ class JoinedRanks:
                 dist.all_gather_object(results, fn(context, *args))
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # one that a user's code asks for
             raise self._failure(error) from error
         finally:
             watchdog.stop()
@@ -142,7 +142,7 @@ class JoinedRanks:
         self._runs += 1
         return PrefixStore(f"run{self._runs}", self._store)
 
-    def _failure(self, error: Exception) -> RankError:
+    def _failure(self, error: BaseException) -> RankError:
         lost = " lost a peer, whose own message says why" if is_connection_error(error) else ""
         return RankError(
             f"rank {self.rank}{lost}: {one_line(error)}",

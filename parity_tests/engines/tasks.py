@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ class Narrowing(nn.Module):
 
 def linear() -> Three:
     return nn.Linear(8, 1), draw, mean_square
+
+
+def that_leaves() -> Three:
+    """A program's own loss, which ends it."""
+    return nn.Linear(8, 1), draw, lambda *_: sys.exit(0)
 
 
 def as_dataclass() -> Task:

@@ -59,7 +59,7 @@ def collect_gradients(model: nn.Module, *, rank: int = 0, ranks: int = 1, keep: 
     for name, gradient in gradients.items():
         _check_placement(name, params[name], gradient, rank)
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        is_copy = ranks > 1 and not isinstance(gradient, DTensor)
+        is_copy = ranks > 1 and _is_replicated(gradient)
         if rank and not is_copy:
             continue
         code = digest(whole)
@@ -72,6 +72,11 @@ def collect_gradients(model: nn.Module, *, rank: int = 0, ranks: int = 1, keep: 
     if ranks > 1:
         _check_same_copies(copies)
     return GradientSummary() if rank else summary
+
+
+def _is_replicated(gradient: torch.Tensor) -> bool:
+    """Whether several ranks hold what should be the same values."""
+    return not isinstance(gradient, DTensor) or any(placement.is_replicate() for placement in gradient.placements)
 
 
 def digest(tensor: torch.Tensor) -> str:
