@@ -58,12 +58,13 @@ from bench.store import (
     Comparison,
     find_run,
     is_benchmark,
+    is_comparison,
     load_comparison,
     make_run_folder,
     save_comparison,
     save_explanation,
 )
-from bench.trace_files import SUFFIX, load_steps, saved_traces
+from bench.trace_files import SUFFIX, is_traced, load_steps, saved_traces
 from bench.turns import take_turns
 from common.errors import ConfigError, ParityError, RankError
 from common.harness.compare import Grade, ParityReport
@@ -136,7 +137,7 @@ def compare(options: CompareOptions) -> int:
 
 def explain(options: ExplainOptions) -> int:
     """Replay a pair of a comparison to its first divergence; the exit code is the pair's verdict."""
-    folder = find_run(options.run, options.out)
+    folder = find_run(options.run, options.out, kind="run of compare", fits=is_comparison)
     if is_benchmark(folder):
         raise ConfigError(f"explain {folder}: expected a run of compare, found one of bench; compare the same job")
     comparison = load_comparison(folder)
@@ -240,7 +241,7 @@ def show(options: ShowOptions) -> int:
 
 def lanes(options: LanesOptions) -> int:
     """Draw one step of several engines, from the traces of a run."""
-    folder = find_run(options.run, options.out)
+    folder = find_run(options.run, options.out, kind="run with --profile", fits=is_traced)
     steps = load_steps(folder, options.engines, cell=options.cell, rank=options.rank)
     emit(lanes_document(steps, rank=options.rank, width=options.width), options.format)
     return HOLDS

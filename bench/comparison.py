@@ -21,7 +21,6 @@ from bench.options import CompareOptions
 from bench.progress import watch
 from bench.store import Comparison
 from bench.trace_files import save_trace
-from common.harness.compare import Grade
 from common.harness.launch import Ranks
 from common.harness.records import Run, save_record
 from common.harness.train import RankResult, assemble, run_ranks
@@ -35,7 +34,6 @@ def run_comparison(
     created: datetime,
     *,
     pairs: Sequence[Pair] | None = None,
-    grade: Grade | None = None,
     show: bool = True,
 ) -> tuple[Comparison, dict[str, Run]]:
     """Train the job of `options` on every engine and judge the pairs; `preflight.settle` has passed.
@@ -44,7 +42,6 @@ def run_comparison(
         ranks: where.
         folder: gets the records; None where another process writes them.
         pairs: what to judge; None is `judged_pairs`.
-        grade: what to ask of each pair; None is the strictest it can keep.
         show: progress, on stderr.
 
     Returns:
@@ -58,15 +55,15 @@ def run_comparison(
     if pairs is None:
         pairs = judged_pairs(job, options.reference, options.engines)
     jobs = {name: job for name in (options.reference, *options.engines)}
-    if needs_referee(job, pairs, grade):
+    if needs_referee(job, pairs, options.grade):
         jobs |= judging_jobs(job)
     show = show and ranks.is_main
     traced = options.engines if options.profile else ()
     runs = run_engines(ranks, jobs, folder, options.timeout_s, traced=traced, show=show)
-    reports = judge(pairs, runs, grade)
+    reports = judge(pairs, runs, options.grade)
     if REFEREE not in runs and not all(report.passed for report in reports):
         runs |= run_engines(ranks, judging_jobs(job), folder, options.timeout_s, show=show)
-        reports = judge(pairs, runs, grade)
+        reports = judge(pairs, runs, options.grade)
     comparison = Comparison(
         created=created.isoformat(timespec="seconds"),
         job=job,

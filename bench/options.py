@@ -13,6 +13,7 @@ from typing import Any
 from bench.parser import DEFAULT_LINK, build_parser, torchrun_ranks
 from bench.selftest import ENGINES
 from common.errors import ConfigError
+from common.harness.grades import Grade
 from common.harness.link import LinkChoice, parse_link
 from common.harness.selftest.catalogue import FAULTS
 from common.harness.selftest.faults import RANKS, Fault
@@ -33,6 +34,7 @@ class CompareOptions:
         profile: trace one step of each candidate.
         explain: replay the first pair that does not pass, see `bench.explain`.
         bisect_passes: judge the compiled engine stage by stage, see `bench.stages`.
+        grade: what to ask of each pair; None is the strictest it can keep.
         baseline: what to hold it against, if there is one.
         save_baseline: where to write one, if anywhere.
         refresh: the words that would write `baseline` anew.
@@ -47,6 +49,7 @@ class CompareOptions:
     profile: bool
     explain: bool
     bisect_passes: bool
+    grade: Grade | None
     baseline: Path | None
     save_baseline: Path | None
     refresh: tuple[str, ...]
@@ -208,6 +211,7 @@ def parse(words: Sequence[str]) -> Options:
         profile=found.profile,
         explain=found.explain,
         bisect_passes=found.bisect_passes,
+        grade=found.grade and Grade(found.grade),
         baseline=found.baseline,
         save_baseline=found.save_baseline,
         refresh=_refreshing(words, found.baseline),

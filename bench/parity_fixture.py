@@ -100,19 +100,18 @@ class FsdpParity:
             with _importable(given["model"]) as model:
                 options = _options(given | job | {"model": model}, engines, self._out, timeout_s)
                 settled = settle(options.job, options.reference, options.engines, options.out)
-                options = replace(options, job=settled)
-                comparison, folder = self._compare(options, asked)
+                comparison, folder = self._compare(replace(options, job=settled, grade=asked))
         except ParityError as error:
             if isinstance(error, RankError):
                 print(error.detail, file=sys.stderr)  # pytest shows it apart from the message
             return str(error)
         return comparison.reports if comparison.holds else _told(comparison, folder)
 
-    def _compare(self, options: CompareOptions, grade: Grade | None) -> tuple[Comparison, Path]:
+    def _compare(self, options: CompareOptions) -> tuple[Comparison, Path]:
         created = datetime.now().astimezone()
         folder = make_run_folder(options.out, options.job, created)
         pairs = [(options.reference, engine) for engine in options.engines]
-        comparison, _ = run_comparison(self._pool, options, folder, created, pairs=pairs, grade=grade, show=False)
+        comparison, _ = run_comparison(self._pool, options, folder, created, pairs=pairs, show=False)
         save_comparison(folder, comparison)
         return comparison, folder
 

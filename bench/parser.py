@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from common.errors import ConfigError
 from common.gradient import Transport
+from common.harness.grades import Grade
 from common.harness.launch import launched_by_torchrun
 from common.job import BACKENDS, DEFAULT_SEQ, DEVICES, OPTIMIZERS, PASSES, RESHARD, JobConfig, in_pass_order
 from common.plan import NAMED_PLANS
@@ -84,6 +85,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_link(add, JobConfig().link)
     _add_judgement(add, DEFAULT_ENGINES)
     add("--explain", action="store_true", help="if parity does not hold, replay and name the first divergence")
+    add(
+        "--grade",
+        choices=[str(grade) for grade in Grade],
+        metavar="GRADE",
+        help=f"{', '.join(Grade)}: what to ask of each pair (default: the strictest that it can be asked for)",
+    )
     add("--bisect-passes", action="store_true", help="judge the engine compiled stage by stage, pass after pass, too")
     add("--baseline", type=Path, metavar="FILE", help="fail if anything is worse than in this file")
     add("--save-baseline", type=Path, metavar="FILE", help="write that file, if parity holds")

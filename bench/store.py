@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -153,16 +153,20 @@ def save_explanation(folder: Path, explanation: Explanation) -> None:
         raise ConfigError(f"run {path}: cannot be written: {error.strerror}; copy the run to another folder") from None
 
 
-def find_run(run: str, out: Path) -> Path:
+def find_run(run: str, out: Path, *, kind: str = "finished run", fits: Callable[[Path], bool] = Path.is_dir) -> Path:
     """The folder that is meant by `run`: a path, a name in `out`, or "latest" of those in `out`.
+
+    Args:
+        kind, fits: of "latest", what kind of run is looked for, and whether a folder holds one.
 
     Raises:
         ConfigError: there is none.
     """
     if run == LATEST:
         files = [path for name in (REPORT, BENCH) for path in out.glob(f"*/{name}.json")] if out.is_dir() else []
+        files = [path for path in files if fits(path.parent)]
         if not files:
-            raise ConfigError(f"run latest: found no finished run in {out}; run compare first, or give --out")
+            raise ConfigError(f"run latest: found no {kind} in {out}; start one first, or give --out")
         return max(files, key=lambda path: (path.stat().st_mtime_ns, path.parent.name)).parent
     for folder in (Path(run), out / run):
         if _file(folder).is_file() or is_benchmark(folder):
@@ -176,6 +180,11 @@ def find_run(run: str, out: Path) -> Path:
 def is_benchmark(folder: Path) -> bool:
     """Whether `bench` wrote the folder, not `compare`."""
     return (folder / f"{BENCH}.json").is_file()
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether `compare` wrote the folder."""
+    return _file(folder).is_file()
 
 
 def load_comparison(folder: Path) -> Comparison:

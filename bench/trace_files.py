@@ -49,6 +49,11 @@ def saved_traces(folder: Path) -> dict[str, dict[int, Path]]:
     return found
 
 
+def is_traced(folder: Path) -> bool:
+    """Whether a run has traces of ours, in itself or in its cells."""
+    return any(folder.rglob(f"*{SUFFIX}"))
+
+
 def load_steps(folder: Path, engines: Sequence[str], *, cell: int | None, rank: int) -> dict[str, list[Span]]:
     """The traced steps of one rank, by engine.
 

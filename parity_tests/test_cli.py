@@ -25,8 +25,11 @@ import bench.preflight
 from bench.__main__ import main
 from bench.options import CompareOptions, parse
 from bench.progress import watch
+from bench.store import find_run, is_benchmark, is_comparison
+from bench.trace_files import is_traced
 from common.engine import SHORT_NAMES, load_engine
 from common.gradient import Transport
+from common.harness.grades import Grade
 from common.harness.rank import Progress
 from common.harness.records import load_record
 from common.job import BACKENDS, PASSES, JobConfig
@@ -162,6 +165,9 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("show nothing", ("show",), "RUN"),
     ("show what is not there", ("show", "nowhere"), "run nowhere"),
     ("show no latest", ("show", "latest", "--out", "nowhere"), "no finished run in nowhere"),
+    ("explain no latest", ("explain", "latest", "--out", "nowhere"), "no run of compare in nowhere"),
+    ("lanes of no latest", ("lanes", "latest", "--out", "nowhere"), "no run with --profile in nowhere"),
+    ("grade that is none", ("compare", "--grade", "exact"), "'exact'"),
     ("list with a name", ("list", "models"), "models"),
 ]
 
@@ -307,6 +313,24 @@ def test_options_reach_the_job() -> None:
     assert default.job == JobConfig()  # type: ignore[union-attr]
     assert {field.name for field in dataclasses.fields(JobConfig)} - set(options) == {"dtype"}
     assert all(value != getattr(JobConfig(), name) for name, value in options.items())
+
+
+def test_grade_is_asked_for_by_name() -> None:
+    """Each by its name; by default none, which leaves it to the pair."""
+    found = [parse(("compare", "--grade", str(grade))).grade for grade in Grade]  # type: ignore[union-attr]
+    assert found == list(Grade) and parse(("compare",)).grade is None  # type: ignore[union-attr]
+
+
+def test_latest_is_the_newest_that_a_command_can_read(tmp_path: Path) -> None:
+    """A benchmark that ended later is passed over where a comparison is wanted, as is a run that was not traced."""
+    for age, name in enumerate(("traced/report", "compared/report", "benched/bench")):
+        file = tmp_path / f"{name}.json"
+        file.parent.mkdir()
+        file.write_text("{}")
+        os.utime(file, (1000 + age, 1000 + age))
+    (tmp_path / "traced" / "eager-rank0.trace.json").write_text("{}")
+    fitting = [find_run("latest", tmp_path, fits=fits).name for fits in (is_benchmark, is_comparison, is_traced)]
+    assert find_run("latest", tmp_path).name == "benched" and fitting == ["benched", "compared", "traced"]
 
 
 def test_disabled_passes_survive_json_in_one_order() -> None:

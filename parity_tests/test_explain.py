@@ -14,7 +14,7 @@ from bench.explain import Explanation, explain
 from bench.explanation_tables import explanation_document
 from bench.stages import INDUCTOR, TRACED, UNCOMPILED, Bisection, StageRow, bisect, stage_jobs
 from common.harness.compare import compare_runs
-from common.harness.divergence import PlaceRow, compare_walks, describe_elements
+from common.harness.divergence import UNJOINED, PlaceRow, compare_walks, describe_elements
 from common.harness.grades import ErrorBound, Grade
 from common.harness.instruments.walk import Phase, Place, Walk, What
 from common.harness.launch import RankPool
@@ -62,6 +62,36 @@ def test_ranks_are_laid_beside_ranks() -> None:
     one_sided = compare_walks(honest, [honest[0], swapped[1]], None, BOUND, bitwise=True).finding
     assert one_sided is not None and one_sided.where == "12 of 24 elements, on rank 1 only"
     assert (one_sided.index[0], one_sided.reference_value, one_sided.candidate_value) == (1, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_are_put_together_where_their_batch_is(dim: int) -> None:
+    """In the first dimension or another one; a wrong element of one rank is found either way."""
+    rows = ROWS if dim == 0 else ROWS.T
+    one: Walk = {OUTPUT: rows, OUTPUT_GRADIENT: rows}
+    ranks: list[Walk] = [{OUTPUT: half, OUTPUT_GRADIENT: 2 * half} for half in rows.tensor_split(2, dim)]
+    assert compare_walks([one], ranks, _double(one), BOUND, bitwise=True).finding is None
+    ranks[1][OUTPUT] = ranks[1][OUTPUT] + 1
+    finding = compare_walks([one], ranks, _double(one), BOUND).finding
+    assert finding is not None and finding.row.place == "forward: output of 'layer'"
+
+
+def test_an_output_that_holds_nothing_of_the_batch_is_the_same_on_all_ranks() -> None:
+    """Such as that of a table of positions; its gradient is the mean over ranks, and one rank that is off is seen."""
+    one: Walk = {OUTPUT: ROWS, OUTPUT_GRADIENT: ROWS}
+    ranks: list[Walk] = [{OUTPUT: ROWS, OUTPUT_GRADIENT: factor * ROWS} for factor in (0.5, 1.5)]
+    assert compare_walks([one], ranks, _double(one), BOUND, bitwise=True).finding is None
+    ranks[1][OUTPUT] = ROWS + 1
+    finding = compare_walks([one], ranks, _double(one), BOUND).finding
+    assert finding is not None and finding.breaks_promise and finding.row.place == "forward: output of 'layer'"
+
+
+def test_ranks_that_cannot_be_put_together_are_no_finding() -> None:
+    """What a rank makes of its rows may have a size of its own; other places tell of what is wrong."""
+    one: Walk = {OUTPUT: torch.ones(1, 5), LATER: ROWS}
+    ranks: list[Walk] = [{OUTPUT: torch.ones(2, 5), LATER: half} for half in ROWS.tensor_split(2)]
+    divergence = compare_walks([one], ranks, _double(one), BOUND)
+    assert divergence.finding is None and divergence.rows[0].note == UNJOINED
 
 
 # What is found

@@ -1,14 +1,16 @@
 """Where two walks through one step part: each place of the step on both sides, in order, and what is wrong there.
 
 Two runs of as many ranks are laid side by side rank by rank; otherwise ranks are put together to one process's step
-first: outputs are the ranks' rows one after the other, gradients of outputs too but W times as small, since a rank's
-loss is the mean over its own rows, and gradients before reduction are averaged in float64.
+first: outputs are the ranks' rows one after the other, in whichever dimension the batch is, gradients of outputs too
+but W times as small, since a rank's loss is the mean over its own rows, and gradients before reduction are averaged in
+float64. An output that is as large on a rank as on one process, such as that of a table of positions, holds nothing of
+the batch: ranks have the same, and its gradient is averaged.
 
 A place is astray if its error against the float64 walk exceeds what the grade allows a gradient of that size, see
 [Note: error model] in `grades`. That bound was derived for gradients. On the way to them errors are rather smaller, and
 it names a place here, it fails nothing.
 
-Left out: tensors that ranks cut in another way than by rows of the batch are compared only between as many ranks.
+Left out: tensors that ranks cut in yet another way are compared only between as many ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from common.harness.distance import max_ulp, relative_error
 from common.harness.grades import ErrorBound
 from common.harness.instruments.walk import WHOLE, Phase, Place, Walk, What
 
+UNJOINED = "ranks have other shapes than one process, and are not put together"
 BATCH = (What.BATCH, What.OUTPUT, What.OUTPUT_GRADIENT)
 """What a rank has its own rows of."""
 
@@ -59,7 +62,7 @@ class PlaceRow:
     def is_astray(self) -> bool:
         """Whether the candidate is further from float64 than its grade allows."""
         if self.note is not None:
-            return True
+            return self.note != UNJOINED
         return self.limit is not None and self.candidate_error is not None and not self.candidate_error <= self.limit
 
     @property
@@ -154,8 +157,18 @@ def _pair(
     for side, walks in (("reference", reference), ("candidate", candidate)):
         if any(place not in walk for walk in walks[: 1 if place.what in WHOLE else None]):
             return _Pair(place, _noted(place, f"the {side} has none"), nothing, nothing)
+    truth = referee.get(place) if referee is not None else None
+    one = (
+        truth
+        if truth is not None
+        else next((side[0][place] for side in (reference, candidate) if len(side) == 1), None)
+    )
     alike = len(reference) == len(candidate)
-    theirs, ours = (_side_by_side(place, walks) if alike else _whole(place, walks) for walks in (reference, candidate))
+    theirs, ours = (
+        _side_by_side(place, walks) if alike else _whole(place, walks, one) for walks in (reference, candidate)
+    )
+    if theirs is None or ours is None:
+        return _Pair(place, _noted(place, UNJOINED), nothing, nothing)
     if theirs.shape != ours.shape:
         note = f"expected shape {list(theirs.shape)}, found {list(ours.shape)}"
         return _Pair(place, _noted(place, note), nothing, nothing)
@@ -169,14 +182,15 @@ def _pair(
         relative_distance=relative_error(ours, theirs),
     )
     stacked = alike and len(reference) > 1 and place.what not in WHOLE and place.what not in BATCH
-    truth = referee.get(place) if referee is not None else None
-    whole = _whole(place, candidate)
-    if truth is None or not truth.is_floating_point() or truth.shape != whole.shape:
+    their_whole, our_whole = (_whole(place, walks, one) for walks in (reference, candidate))
+    if truth is None or not truth.is_floating_point() or their_whole is None or our_whole is None:
         return _Pair(place, row, theirs, ours, stacked)
-    their_error, our_error = relative_error(_whole(place, reference), truth), relative_error(whole, truth)
+    if truth.shape != our_whole.shape or truth.shape != their_whole.shape:
+        return _Pair(place, row, theirs, ours, stacked)
+    their_error, our_error = relative_error(their_whole, truth), relative_error(our_whole, truth)
     limit = bound.gradient_limit(their_error, truth.numel())
     row = replace(row, reference_error=their_error, candidate_error=our_error, limit=limit)
-    return _Pair(place, row, theirs, ours, stacked, whole, truth)
+    return _Pair(place, row, theirs, ours, stacked, our_whole, truth)
 
 
 def _noted(place: Place, note: str) -> PlaceRow:
@@ -191,17 +205,44 @@ def _side_by_side(place: Place, walks: Sequence[Walk]) -> torch.Tensor:
     return torch.cat(tensors) if place.what in BATCH and tensors[0].dim() else torch.stack(tensors)
 
 
-def _whole(place: Place, walks: Sequence[Walk]) -> torch.Tensor:
-    """What one process would have in the place of all ranks."""
+def _whole(place: Place, walks: Sequence[Walk], one: torch.Tensor | None) -> torch.Tensor | None:
+    """What one process would have in the place of all ranks; `one` is what one has. None if there is no way to tell."""
     if place.what in WHOLE or len(walks) == 1:
         return walks[0][place]
     tensors = [walk[place] for walk in walks]
     if place.what in (What.LOSS, What.LOCAL_GRADIENT):
-        return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+        return _mean(tensors)
     if place.what not in BATCH or not tensors[0].dim():
         return tensors[0]
-    rows = torch.cat(tensors)
+    if one is not None and all(tensor.shape == one.shape for tensor in tensors):
+        return _mean(tensors) if place.what is What.OUTPUT_GRADIENT else _furthest(tensors, one)
+    dim = 0 if one is None else _batch_dim(tensors, one)
+    if dim is None:
+        return None
+    rows = torch.cat(tensors, dim)
     return rows / len(walks) if place.what is What.OUTPUT_GRADIENT else rows
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+
+
+def _furthest(tensors: Sequence[torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+    """Of tensors that should all be equal, the one that is furthest from what it should be."""
+    return max(tensors, key=lambda tensor: relative_error(tensor, one))
+
+
+def _batch_dim(tensors: Sequence[torch.Tensor], one: torch.Tensor) -> int | None:
+    """The dimension in which the ranks' tensors add up to one process's."""
+    for dim in range(one.dim()):
+        sizes = [list(tensor.shape) for tensor in tensors]
+        if any(len(size) != one.dim() for size in sizes):
+            return None
+        whole = sum(size.pop(dim) for size in sizes)
+        rest = [*one.shape[:dim], *one.shape[dim + 1 :]]
+        if whole == one.shape[dim] and all(size == rest for size in sizes):
+            return dim
+    return None
 
 
 def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
