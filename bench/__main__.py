@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fsdp-parity: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        print("fsdp-parity: ended by SIGTERM", file=sys.stderr)
+        raise
     except Exception:
         # Python's own exit code for this is 1, which here says that parity does not hold.
         traceback.print_exc()

@@ -22,7 +22,7 @@ REFRESH_PER_S = 4.0
 """Ranks want the cores; a bar need not be smooth."""
 
 PHASES = {
-    "build": "build and first step",
+    "build": "building",
     "step": "training",
     "instruments": "done",
     READY: "waiting for its turn",

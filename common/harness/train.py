@@ -236,6 +236,7 @@ class Training:
 
     def run(self, context: RankContext) -> None:
         """The whole run: the judged steps, then the instrumented ones."""
+        context.progress("step", 0, self.job.steps)
         for step in range(self.job.steps):
             start_s = time.perf_counter()
             if self.job.is_judged:
