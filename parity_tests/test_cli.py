@@ -548,7 +548,7 @@ def test_torchrun_shows_a_wrong_word_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
-    [(signal.SIGINT, 130, "fsdp-parity: interrupted\n"), (signal.SIGTERM, 143, "")],
+    [(signal.SIGINT, 130, "fsdp-parity: interrupted\n"), (signal.SIGTERM, 143, "fsdp-parity: ended by SIGTERM\n")],
     ids=["SIGINT", "SIGTERM"],
 )
 def test_interrupt_ends_everything(sent: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
