@@ -229,7 +229,8 @@ def lower_reductions(gm: GraphModule, *, decide: Callable[[torch.dtype], Reducti
         with graph.inserting_before(reduction.wait):
             result = builder.call(WAIT, start)
             if how.transport is Transport.ORDERED:
-                result = _sum_in_rank_order(builder, result, list(_val(reduction.wait).shape))
+                _, _, ranks, _ = reduction.start.args
+                result = _sum_in_rank_order(builder, result, [ranks, *_val(reduction.wait).shape])
             if how.postdivide is not None:
                 result = builder.call(aten.div.Tensor, result, how.postdivide)
         reduction.wait.replace_all_uses_with(result)
@@ -248,9 +249,9 @@ def _launch(builder: Builder, source: Any, how: Reduction, mean: Node) -> Node:
     return builder.call(ALL_TO_ALL, source, rows, rows, group)
 
 
-def _sum_in_rank_order(builder: Builder, pieces: Node, shape: list[int]) -> Node:
-    """`common.gradient.sum_in_rank_order`, as nodes."""
-    by_rank = builder.call(aten.view.default, pieces, [-1, *shape])
+def _sum_in_rank_order(builder: Builder, pieces: Node, shape: list[Any]) -> Node:
+    """`common.gradient.sum_in_rank_order` of [ranks, ...], as nodes."""
+    by_rank = builder.call(aten.view.default, pieces, shape)  # all of it known: with no elements, -1 could be any size
     total = builder.call(aten.select.int, by_rank, 0, 0)
     for rank in range(1, _val(by_rank).shape[0]):
         total = builder.call(aten.add.Tensor, total, builder.call(aten.select.int, by_rank, 0, rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from common.mesh import build_mesh
 from common.plan import build_plan
 from common.policy import MixedPrecisionPolicy
 from fsdp_compiled import data_parallel
+from fsdp_eager import fully_shard as eager_shard
 from parity_tests.graph_cases import Net
 
 Build = Callable[[], nn.Module]
@@ -70,6 +72,35 @@ class Narrow(nn.Module):
         return self.head(self.squeeze(self.embed(tokens)))
 
 
+class Adds(nn.Module):
+    """A layer, and the sum of a parameter that has no elements."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(shape))
+        self.layer = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., 10] to the same."""
+        return self.layer(x) + self.nothing.sum()
+
+
+class Empty(nn.Module):
+    """Parameters of no elements: in a bucket with others, and the only one of its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = nn.Parameter(torch.empty(0, 4))
+        self.embed = nn.Embedding(13, 10)
+        self.rowless = Adds(0, 4)
+        self.widthless = Adds(4, 0)
+        self.head = nn.Linear(10, 13)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [batch, seq] to logits [batch, seq, 13]."""
+        return self.head(self.widthless(self.rowless(self.embed(tokens)))) + self.alone.sum()
+
+
 def batch(context: RankContext, step: int) -> torch.Tensor:
     """Token ids [2, 6] of this rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + context.rank)
@@ -85,6 +116,25 @@ def against_torch(
     context: RankContext, build: Build, plan: str, policy: tuple[torch.dtype | None, torch.dtype | None], reshard: bool
 ) -> list[str]:
     """Train 3 steps beside torch's `fully_shard`, same grouping, native sums; name everything that differs."""
+    shard = partial(fully_shard, mp_policy=TorchPolicy(*policy))
+    return _against(context, shard, build, plan, MixedPrecisionPolicy(*policy), reshard, Transport.NATIVE)
+
+
+def against_eager(context: RankContext, build: Build, plan: str, transport: Transport) -> list[str]:
+    """Train 3 steps beside the eager engine, for models with which torch's `fully_shard` fails; as `against_torch`."""
+    shard = partial(eager_shard, transport=transport)
+    return _against(context, shard, build, plan, MixedPrecisionPolicy(), True, transport)
+
+
+def _against(
+    context: RankContext,
+    shard: Callable[..., object],
+    build: Build,
+    plan: str,
+    policy: MixedPrecisionPolicy,
+    reshard: bool,
+    transport: Transport,
+) -> list[str]:
     torch.manual_seed(0)
     ours = build()
     theirs = copy.deepcopy(ours)
@@ -93,15 +143,15 @@ def against_torch(
     for bucket in buckets.buckets:
         modules = [theirs.get_submodule(name) for name in bucket.modules if name]
         if modules:
-            fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=TorchPolicy(*policy))
-    fully_shard(theirs, mesh=mesh, reshard_after_forward=reshard, mp_policy=TorchPolicy(*policy))
+            shard(modules, mesh=mesh, reshard_after_forward=reshard)
+    shard(theirs, mesh=mesh, reshard_after_forward=reshard)
     data_parallel(
         ours,
         mesh,
         plan=buckets,
-        mp_policy=MixedPrecisionPolicy(*policy),
+        mp_policy=policy,
         backend="aot_eager",
-        transport=Transport.NATIVE,
+        transport=transport,
     )
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     differing = []

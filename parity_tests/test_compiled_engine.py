@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.gradient import Transport
 from common.harness.launch import RankPool
 from parity_tests.compiled_cases import (
     Build,
+    Empty,
     Frozen,
     Narrow,
     Repeats,
     Tied,
+    against_eager,
     against_torch,
     eval_then_train,
     state_dict_round_trip,
@@ -51,6 +54,14 @@ def test_odd_models_equal_torch_bitwise(
 ) -> None:
     """Repeated reads, frozen and tied parameters, empty shards: torch's bits, in loss and in every gradient."""
     assert pool.run(against_torch, build, plan, policy, reshard, ranks=ranks, timeout_s=120) == [[]] * ranks
+
+
+@pytest.mark.parametrize("transport", [Transport.NATIVE, Transport.ORDERED])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parameters_of_no_elements_equal_eager_bitwise(pool: RankPool, transport: Transport, ranks: int) -> None:
+    """Shapes [0, 4] and [4, 0], in a bucket with others and alone; torch's `fully_shard` cannot reduce them."""
+    plan = "embed,rowless,widthless,head"
+    assert pool.run(against_eager, Empty, plan, transport, ranks=ranks, timeout_s=120) == [[]] * ranks
 
 
 @pytest.mark.parametrize("build", [Repeats, Tied])
