@@ -28,11 +28,13 @@ Memory is held against a baseline of another machine or torch version too: that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from bench.baseline_fields import check_type, checked
 from bench.judge import REFEREE
 from common.errors import ConfigError
 from common.harness.grades import Grade
@@ -146,17 +148,20 @@ class Baseline:
         """The baseline that `to_dict` described.
 
         Raises:
-            ConfigError: one of another schema version.
+            ConfigError: one of another schema version, or a value that cannot be.
             KeyError, TypeError, ValueError, AttributeError: it is not as it was written.
         """
         if data.get("schema") != SCHEMA_VERSION:
             raise ConfigError(f"expected a baseline of schema {SCHEMA_VERSION}, found {data.get('schema')!r}")
-        return cls(
-            environment=Environment(**data["environment"]),
-            job=JobConfig.from_dict(data["job"]),
-            reference=data["reference"],
-            engines={name: _figures(figures) for name, figures in data["engines"].items()},
+        engines = check_type(data["engines"], (dict,), "engines")
+        baseline = cls(
+            environment=Environment(**checked(Environment, data["environment"], "environment")),
+            job=JobConfig.from_dict(checked(JobConfig, data["job"], "job")),
+            reference=check_type(data["reference"], (str,), "reference"),
+            engines={name: _figures(figures, f"engines.{name}") for name, figures in engines.items()},
         )
+        _check_pairs(baseline)
+        return baseline
 
 
 @dataclass(frozen=True)
@@ -295,20 +300,39 @@ def _reads_peaks_exactly(record: RunRecord) -> bool:
     return not record.collectives or parse_link(JobConfig.from_dict(record.job).link).across is not None
 
 
-def _figures(data: Mapping[str, Any]) -> Figures:
-    against = {
-        name: Kept(Grade(kept["asked"]), kept["reached"] and Grade(kept["reached"]), kept["margin"])
-        for name, kept in data["against"].items()
-    }
-    collectives = tuple(CollectiveCount(**each) for each in data["collectives"])
-    sizes = [
-        data["start_bytes"],
-        data["peak_bytes"],
-        *(size for each in collectives for size in (each.count, each.bytes)),
-    ]
-    if not all(type(size) is int for size in sizes):
-        raise ValueError(f"expected whole numbers, found {sizes}")
-    return Figures(**{**data, "against": against, "collectives": collectives})
+def _figures(data: Any, where: str) -> Figures:
+    found = checked(Figures, data, where)
+    against = {name: _kept(kept, f"{where}.against.{name}") for name, kept in found["against"].items()}
+    collectives = tuple(
+        CollectiveCount(**checked(CollectiveCount, each, f"{where}.collectives[{i}]"))
+        for i, each in enumerate(found["collectives"])
+    )
+    return Figures(**found | {"against": against, "collectives": collectives})
+
+
+def _kept(data: Any, where: str) -> Kept:
+    found = check_type(data, (dict,), where)
+    if found["margin"] == str(math.inf):  # as JSON has it
+        found = found | {"margin": math.inf}
+    found = checked(Kept, found, where)
+    for name in ("asked", "reached"):
+        if found[name] is not None and found[name] not in list(Grade):
+            raise ConfigError(f"{where}.{name}: expected one of {', '.join(Grade)}, found {found[name]!r}")
+        found[name] = found[name] and Grade(found[name])
+    return Kept(**found)
+
+
+def _check_pairs(baseline: Baseline) -> None:
+    """See that each engine was judged against the reference, which is among them, and against none that is not."""
+    known = ", ".join(baseline.engines)
+    if baseline.reference not in baseline.engines:
+        raise ConfigError(f"reference: expected one of the engines {known or '(none)'}, found {baseline.reference!r}")
+    for name, figures in baseline.engines.items():
+        where, found = f"engines.{name}.against", ", ".join(figures.against) or "none"
+        if name != baseline.reference and baseline.reference not in figures.against:
+            raise ConfigError(f"{where}: expected the reference {baseline.reference!r} among them, found {found}")
+        if not figures.against.keys() <= baseline.engines.keys():
+            raise ConfigError(f"{where}: expected engines of {known}, found {found}")
 
 
 def _place(each: CollectiveCount) -> tuple[str, str]:

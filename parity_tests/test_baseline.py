@@ -310,6 +310,94 @@ def test_broken_baselines_are_refused_by_their_name(name: str, frozen: Compariso
     assert "\n" not in str(refused.value)
 
 
+WRONG = (None, [], {}, "x", -1, [[]])
+TAKES_TEXT = ("environment.", "job.model", "job.plan", "job.link", "job.data")
+"""Where one more word is as good as another; what the job's words mean is told by whatever reads them."""
+TAKES_NULL = ("job.data", "job.seq", ".margin", ".reached")
+
+
+def leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each place of JSON data that holds no place itself: what it is called, what holds it and by which key."""
+    for key in data if isinstance(data, dict) else range(len(data)):
+        name = f"{where}[{key}]" if isinstance(data, list) else f"{where}.{key}".lstrip(".")
+        if isinstance(data[key], (dict, list)) and data[key]:
+            yield from leaves(data[key], name)
+        else:
+            yield name, data, key
+
+
+def is_valid(name: str, value: object) -> bool:
+    """Whether a baseline may have this of `WRONG` at a leaf."""
+    if value is None:
+        return name.endswith(TAKES_NULL)
+    if value == "x":
+        return name.startswith(TAKES_TEXT) or name.endswith((".phase", ".kind"))
+    if value == []:
+        return name.endswith((".disabled_passes", ".collectives"))
+    return value == {} and name == "engines.single.against"  # it is the reference
+
+
+def test_every_wrong_value_is_refused_by_its_place(frozen: Comparison, tmp_path: Path) -> None:
+    """Each leaf of a file in turn holds something else: it is refused by its name or is a value of its kind."""
+    path = tmp_path / "b.json"
+    save_baseline(path, frozen.to_baseline())
+    data = json.loads(path.read_text())
+    places = list(leaves(data))
+    assert len(places) > 60
+    for name, holder, key in places:
+        right = holder[key]
+        for value in WRONG:
+            holder[key] = value
+            path.write_text(json.dumps(data))
+            said = ""
+            try:
+                load_baseline(path)
+            except ConfigError as error:
+                said = str(error)
+            if not said:
+                assert value == right or is_valid(name, value), (name, value)
+                continue
+            assert not is_valid(name, value), (name, value, said)
+            assert str(path) in said and name.split(".")[-1].split("[")[0] in said and "\n" not in said, said
+        holder[key] = right
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda data: data["engines"]["ddp"].update(against={}),
+            "engines.ddp.against: expected the reference 'single'",
+        ),
+        (lambda data: data["engines"].pop("single"), "reference: expected one of the engines compiled, ddp, eager"),
+        (lambda data: data["engines"].pop("eager"), "engines.compiled.against: expected engines of compiled, ddp"),
+        (lambda data: data["engines"]["ddp"].update(collectives=[3]), "engines.ddp.collectives[0]: expected an object"),
+        (lambda data: data["engines"]["ddp"].update(against=[]), "engines.ddp.against: expected an object, found []"),
+        (lambda data: data["job"].update(steps=True), "job.steps: expected a whole number, found True"),
+        (lambda data: data.update(environment="here"), "environment: expected an object, found 'here'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    change: Callable[[dict[str, Any]], object], expected: str, frozen: Comparison, tmp_path: Path
+) -> None:
+    """An engine that is held to nothing, or to one that is not there; a branch that is something else."""
+    path = tmp_path / "b.json"
+    save_baseline(path, frozen.to_baseline())
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as refused:
+        load_baseline(path)
+    assert expected in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_infinite_margin_comes_back(frozen: Comparison, tmp_path: Path) -> None:
+    """JSON has no number for it."""
+    baseline = reached("ddp", R, margin=float("inf"))(frozen).to_baseline()
+    save_baseline(tmp_path / "b.json", baseline)
+    assert load_baseline(tmp_path / "b.json") == baseline
+
+
 def stored(folder: Path, comparison: Comparison) -> None:
     """`comparison` as it lies on disk."""
     shutil.copytree(FROZEN, folder)
