@@ -29,7 +29,7 @@ def find_draw(workload: Workload) -> str | None:
     on_meta = {name: _to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     inputs, targets = map_tensors(workload.share(step=0, ranks=workload.job.batch), lambda tensor, _: _to_meta(tensor))
     draws = _Draws()  # type: ignore[no-untyped-call]
-    # what it raises is not ours to tell: it needs numbers, or is wrong, and then fails again on the ranks
+    # what it raises is not ours to tell: it needs numbers, or is wrong, and then fails again in the trial
     with draws, torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
         workload.loss_of(lambda *args, **kwargs: functional_call(model, on_meta, args, kwargs), inputs, targets)
     return draws.first

@@ -19,6 +19,7 @@ from bench.chance import find_draw
 from bench.judge import PEERS, REFEREE
 from bench.parser import torchrun_ranks
 from bench.store import REPORT
+from bench.trial import find_changed
 from common.blocks import check_blocks
 from common.device import device_of
 from common.engine import SHORT_NAMES, compilers_of, import_path, is_own, load_engine
@@ -76,6 +77,8 @@ def settle(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *,
     _check_trainable(model, job, names)
     _check_chance(workload)
     _check_memory(model, job, alive)
+    if not all(map(is_own, used)):  # a user's own engine may make of a model what it cannot be by itself
+        _check_forward(workload.job)
     at_home = [compilers_of(name, job) for name in used if not is_own(name)]  # the user's own may do without
     if any(compilers.model == "inductor" for compilers in at_home):
         check_compiler("backend")
@@ -171,6 +174,12 @@ def _check_trainable(model: nn.Module, job: JobConfig, engines: Iterable[str]) -
     """See that the model can be sharded, has something to train, and means the same however the batch is shared out."""
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model {job.model!r}: no parameter requires a gradient, so there is nothing to train")
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ConfigError(
+                f"model {job.model!r}: parameter {name!r}: expected a real dtype, found {param.dtype}; make its "
+                "real and imaginary parts a dimension of their own, as torch.view_as_real does"
+            )
     if any(import_path(name) in SHARDED for name in engines):
         try:
             check_shardable(model.named_parameters(), next(model.parameters()).device.type)
@@ -195,6 +204,24 @@ def _check_chance(workload: Workload) -> None:
         raise ConfigError(
             f"model {workload.job.model!r}: its forward or loss calls {draw}, which draws other numbers on each "
             "engine; build it without dropout or noise, or call .eval()"
+        )
+
+
+def _check_forward(job: JobConfig) -> None:
+    """See that a user's model runs on its batches and leaves its parameters as they are; those at home do."""
+    if not job.has_own_model:
+        return
+    try:
+        changed = find_changed(job)
+    except ParityError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model {job.model!r}: its forward or loss raised {_told(error)}") from error
+    if changed is not None:
+        raise ConfigError(
+            f"model {job.model!r}: expected a forward and loss that change no parameter, found that they change "
+            f"{changed!r}, which in a sharded model would be a copy; compute with a changed value instead "
+            "(weight / weight.norm()), and build embeddings without max_norm"
         )
 
 

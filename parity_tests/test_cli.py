@@ -137,6 +137,19 @@ WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [
     ("model without its function", ("compare", "--model", "parity_tests.runs"), "parity_tests.runs:FUNCTION"),
     ("frozen model", ("compare", "--model", f"{ENGINES}.models:frozen"), "nothing to train"),
     ("scalar parameter", ("compare", "--model", f"{ENGINES}.models:with_scalar"), "'scale': has no dimensions"),
+    (
+        "complex parameter",
+        ("compare", "--model", f"{ENGINES}.models:with_complex"),
+        "'phase': expected a real dtype, found",
+    ),
+    ("weight changed", ("compare", "--model", f"{ENGINES}.models:that_shrinks"), "that they change 'head.weight'"),
+    ("weight replaced", ("compare", "--model", f"{ENGINES}.models:that_replaces"), "that they change 'norm.weight'"),
+    ("max_norm", ("compare", "--model", f"{ENGINES}.models:with_max_norm"), "that they change 'embed.weight'"),
+    (
+        "max_norm in bf16",
+        ("compare", "--model", f"{ENGINES}.models:with_max_norm", "--param-dtype", "bf16"),
+        "that they change 'embed.weight'",
+    ),
     ("dropout", ("compare", "--model", f"{ENGINES}.models:with_dropout"), "module '1', a Dropout in training mode"),
     ("dropout inside", ("compare", "--model", f"{ENGINES}.models:with_dropout_inside"), "module '1', a GRU"),
     ("functional dropout", ("compare", "--model", f"{ENGINES}.models:with_functional_dropout"), "bernoulli_ (/"),
@@ -228,10 +241,21 @@ def test_missing_python_headers_end_in_one_line(monkeypatch: pytest.MonkeyPatch,
     assert_one_line(call("compare"), 2, "Python.h", str(tmp_path), "python3-dev")
 
 
-@pytest.mark.parametrize("model", ["that_drops_nothing", "that_looks_at_numbers"])
-def test_model_that_draws_nothing_passes(model: str, tmp_path: Path) -> None:
-    """Dropout of zero or out of training, noise from a generator of its own, and a forward that needs real numbers."""
-    options = parse(("compare", "--out", str(tmp_path), "--model", f"{ENGINES}.models:{model}"))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("models:that_drops_nothing",),
+        ("models:that_looks_at_numbers",),
+        ("models:that_asks",),
+        ("tasks:in_bf16_only", "--param-dtype", "bf16"),
+    ],
+)
+def test_models_that_are_right_pass(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Dropout of zero or out of training, noise from a generator of its own, a forward that needs real numbers.
+
+    So does one that asks for its process group, and one that works in the dtype of the job alone.
+    """
+    options = parse(("compare", "--out", str(tmp_path), "--model", f"{ENGINES}.{words[0]}", *words[1:]))
     assert isinstance(options, CompareOptions)
     bench.preflight.settle(options.job, options.reference, options.engines, options.out)
 

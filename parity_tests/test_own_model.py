@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 import bench.commands
 from bench.documents import describe_job
-from common.engine import load_engine
-from common.errors import ConfigError
+from bench.trial import find_changed
+from common.engine import Engine, load_engine
+from common.errors import ConfigError, EngineError
 from common.harness.grades import referee_job
 from common.harness.launch import RankContext, RankPool
 from common.harness.train import prepare
@@ -159,6 +160,17 @@ WRONG = [
     ("of_a_set", (), "expected tensors in tuples, lists or dicts as inputs, found set"),
     ("that_goes_on", (), "two different batches for step 0"),
     ("that_fails", (), "its batch function raised IndexError: list index out of range ("),
+    (
+        "of_unknown_keys",
+        (),
+        "its forward or loss raised TypeError: Linear.forward() got an unexpected keyword argument",
+    ),
+    ("with_a_loss_that_fails", (), "its forward or loss raised AttributeError: 'Tensor' object has no attribute"),
+    (
+        "in_bf16_only",
+        (),
+        "its forward or loss raised TypeError: found torch.float32, torch.float32 and torch.float32 (",
+    ),
     ("that_drops", (), "its forward or loss calls aten.bernoulli_ ("),
     ("linear", ("--seq", "64"), "seq: model 'parity_tests.engines.tasks:linear' is a task"),
     ("linear", ("--data", __file__), "leave --data out"),
@@ -175,6 +187,30 @@ def test_wrong_tasks_end_in_one_line(
     monkeypatch.setattr(bench.commands, "open_ranks", lambda ranks: pytest.fail("ranks were about to start"))
     ran = call("compare", "--model", f"{TASKS}:{name}", *SMALL, *words, "--out", str(tmp_path))
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and expected in ran.err, ran
+
+
+def returned(context: RankContext, found: object) -> str:
+    """What an engine whose `parallelize` returns `found` is told; on a rank."""
+    engine = Engine("mine", lambda model, mesh, job: found, data_parallel=False)  # type: ignore[arg-type,return-value]
+    try:
+        prepare(context, engine, JobConfig(model=f"{TASKS}:linear", batch=6, steps=1))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("found", [3, None])
+def test_engine_that_returns_nothing_to_call_is_told_the_contract(found: object, pool: RankPool) -> None:
+    """A number, or a forgotten `return`: one line with the engine's name, what it has to return and what it did."""
+    (said,) = pool.run(returned, found, ranks=1, timeout_s=60)
+    assert said.startswith("engine 'mine': expected parallelize(model, mesh, job) to return") and "\n" not in said
+    assert f"found {found}; return the model" in said
+
+
+def test_what_a_cpu_lacks_is_no_error_of_a_job_for_gpus() -> None:
+    """The trial runs on the CPU: there what raises may be right on a GPU, and what changes is wrong on both."""
+    for name, changed in (("tasks:in_bf16_only", None), ("models:with_max_norm", "embed.weight")):
+        assert find_changed(JobConfig(model=f"parity_tests.engines.{name}", device="cuda", link="nccl")) == changed
 
 
 def refusals(context: RankContext, names: list[str]) -> dict[str, str]:

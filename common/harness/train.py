@@ -353,12 +353,21 @@ def prepare(context: RankContext, engine: Engine, job: JobConfig) -> Training:
     predicted_memory = predict_memory(engine.name, model, job, rank=rank)
     names = [name for name, _ in model.named_parameters()]
     module = engine.parallelize(model, mesh, job)
+    _check_callable(engine, module)
     _check_names(engine, names, [name for name, _ in model.named_parameters()])
     optimizer = _build_optimizer(model, job)
     training = Training(job, workload, module, optimizer, device, rank, ranks, result, others, predicted_memory)
     if job.has_own_model and not engine.data_parallel:
         training.check_mean()
     return training
+
+
+def _check_callable(engine: Engine, module: object) -> None:
+    if not callable(module):
+        raise EngineError(
+            f"engine {engine.name!r}: expected parallelize(model, mesh, job) to return what the training loop calls, "
+            f"found {module!r}; return the model, or a wrapper round it"
+        )
 
 
 def _check_names(engine: Engine, before: list[str], after: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,3 +132,57 @@ def pooled() -> nn.Module:
 def that_leaves() -> nn.Module:
     """A program that is named as a model."""
     sys.exit(0)
+
+
+class Shrinking(Bigram):
+    """Divides its head by its norm, in place, before it is used."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.div_(self.head.weight.norm())
+        return super().forward(tokens)
+
+
+def that_shrinks() -> nn.Module:
+    return Shrinking()
+
+
+class Replacing(Bigram):
+    """Puts another parameter in the place of one of its own, with the same bits."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.norm.weight = nn.Parameter(self.norm.weight.detach().clone())
+        return super().forward(tokens)
+
+
+def that_replaces() -> nn.Module:
+    return Replacing()
+
+
+def with_max_norm() -> nn.Module:
+    model = Bigram()
+    model.embed.max_norm = 0.5
+    return model
+
+
+def with_complex() -> nn.Module:
+    model = Bigram()
+    model.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    return model
+
+
+class Asking(Bigram):
+    """Asks for its process group, and holds numbers that are none, an empty parameter and one of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown = nn.Parameter(torch.full((3,), torch.nan), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.count = nn.Parameter(torch.arange(2), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (dist.get_world_size() / 2) + self.nothing.sum()
+
+
+def that_asks() -> nn.Module:
+    return Asking()

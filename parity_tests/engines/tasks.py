@@ -146,3 +146,30 @@ def without_gradient() -> Three:
 
 def cast_down() -> Three:
     return with_a_loss(lambda output, targets: F.mse_loss(output, targets).bfloat16())
+
+
+def of_unknown_keys() -> Three:
+    return _with(lambda step, size: ({"input": torch.randn(size, 8), "mask": None}, torch.randn(size, 1)))
+
+
+def with_a_loss_that_fails() -> Three:
+    return with_a_loss(lambda output, targets: F.mse_loss(output, targets.sums))
+
+
+class Wide(nn.Module):
+    """Takes what it is given in bf16 only, beside a buffer that stays as wide as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x.dtype, self.inner.weight.dtype, self.scale.dtype) != (torch.bfloat16, torch.bfloat16, torch.float32):
+            raise TypeError(f"found {x.dtype}, {self.inner.weight.dtype} and {self.scale.dtype}")
+        found: torch.Tensor = self.inner(x)
+        return found.float()
+
+
+def in_bf16_only() -> Three:
+    return Wide(), draw, mean_square
