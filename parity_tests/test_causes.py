@@ -48,10 +48,16 @@ CASES: list[tuple[str, str, int, Change, str]] = [
     ("first rank", "up", 2, without_rows(0, 4), "all rows of rank 0 are wrong, the others right: zero"),
     ("one row", "up", 3, without_rows(6, 7), "all rows of rank 2, the last, are wrong"),
     ("padding", "up", 2, without_rows(6, 7), "1 of 3 rows of rank 1, the last, are wrong, the others right: zero"),
-    ("one use of two", "up", 1, without_rows(1, 6), "zero in 5 rows that should not be: a use of it is missing"),
-    ("other tokens", "table", 2, lambda truth: truth.roll(3, 0), "another micro-batch"),
-    ("other data", "up", 2, lambda truth: truth + OTHER["up"], "never reduced, each rank keeps its own; or other data"),
-    ("rank left out", "up", 2, lambda truth: (truth + OTHER["up"]) / 2, "a rank is left out of the sum"),
+    ("one use of two", "up", 1, without_rows(1, 6), "zero in 5 rows that should not be, as if a use of it is missing"),
+    ("other tokens", "table", 2, lambda truth: OTHER["table"] * truth.roll(3, 0).sign(), "another micro-batch"),
+    (
+        "other data",
+        "up",
+        2,
+        lambda truth: truth + OTHER["up"],
+        "the cause is not known; for example never reduced, each rank keeps its own; or other data",
+    ),
+    ("rank left out", "up", 2, lambda truth: (truth + OTHER["up"]) / 2, "as if a rank is left out of the sum"),
     (
         "bf16",
         "bias",
@@ -59,8 +65,27 @@ CASES: list[tuple[str, str, int, Change, str]] = [
         lambda truth: truth.bfloat16().float(),
         "every element a bf16 number: reduced or stored in bf16",
     ),
-    ("cast", "bias", 2, lambda truth: truth + 2e-3 * OTHER["bias"], "as by rounding to bf16"),
-    ("fp16 cast", "bias", 2, lambda truth: truth + 3e-4 * OTHER["bias"], "as by rounding to fp16"),
+    ("size of bf16", "bias", 2, lambda truth: truth + 2e-3 * OTHER["bias"], "as large as by rounding to bf16: "),
+    ("size of fp16", "bias", 2, lambda truth: truth + 3e-4 * OTHER["bias"], "as large as by rounding to fp16: "),
+    ("noise", "bias", 2, lambda truth: truth + 2e-3 * OTHER["bias"], "may be cast; noise, or a slightly different"),
+    (
+        "large noise",
+        "bias",
+        2,
+        lambda truth: truth + 0.04 * OTHER["bias"],
+        "than by rounding to bf16 once: the cause is",
+    ),
+    ("scaled a little", "up", 2, lambda truth: 1.01 * truth, "scaled by 1.01, all elements alike"),
+    ("scaled by less", "up", 2, lambda truth: 0.9985 * truth, "scaled by 0.9985, all elements alike"),
+    (
+        "columns rolled",
+        "up",
+        2,
+        lambda truth: truth.roll(2, 1),
+        "the same values in other places: permuted, transposed",
+    ),
+    ("rows flipped", "up", 2, lambda truth: truth.flip(0), "the same values in other places"),
+    ("two rows swapped", "up", 2, lambda truth: truth[[0, 1, 2, 3, 4, 6, 5]], "the same values in other places"),
 ]
 
 
@@ -77,6 +102,82 @@ def test_causes_are_grouped() -> None:
     wrong = {"table": TRUTHS["table"] * 3, "up": TRUTHS["up"] * 3, "gate": -TRUTHS["gate"]}
     lines = likely_causes(list(wrong), TRUTHS | wrong, TRUTHS, 3)
     assert [line.split(":")[0] for line in lines] == ["'table' and 1 more", "'gate'"]
+
+
+WIDE, OTHER_WIDE = torch.randn(2, 64, 24, generator=_GENERATOR)
+
+
+def cause_of(gradient: Tensor, truth: Tensor, ranks: int = 2) -> str:
+    """The one line on a gradient, "" if there is none."""
+    return "".join(likely_causes(["it"], {"it": gradient}, {"it": truth}, ranks))
+
+
+def test_no_relation_is_no_rank_left_out() -> None:
+    """What has nothing of the mean is of other data; a rank left out leaves most of the mean."""
+    for ranks in (2, 4):
+        assert "bears no relation to the right one" in cause_of(OTHER_WIDE, WIDE, ranks)
+        parts = torch.randn(ranks, *WIDE.shape, generator=torch.Generator().manual_seed(ranks))
+        assert "a rank is left out" in cause_of(parts[1:].sum(0) / ranks, parts.mean(0), ranks)
+        assert "the cause is not known" in cause_of(parts[0], parts.mean(0), ranks)
+
+
+def test_a_multiple_is_no_direction_it_merely_has() -> None:
+    """Three times the mean and a quarter of that in another direction is no sum over three ranks."""
+    assert "summed" not in cause_of(3 * WIDE + 0.8 * OTHER_WIDE, WIDE, 3)
+
+
+@pytest.mark.parametrize(("rows", "is_uneven"), [(64, False), (63, True)])
+def test_padding_is_named_only_where_rows_are_left_over(rows: int, is_uneven: bool) -> None:
+    """An even shard has no padding that could be the cause."""
+    gradient = WIDE[:rows].clone()
+    gradient[40:43] = 0
+    line = cause_of(gradient, WIDE[:rows])
+    assert "3 of 3" in line and "zero: never reduced" in line
+    assert ("padding" in line) is is_uneven
+
+
+def test_a_lone_element_is_counted() -> None:
+    """A wrong element makes its row wrong, and no more than itself is named: no padding, though rows are left over."""
+    gradient = WIDE[:63].clone()
+    gradient.view(-1)[gradient.abs().argmax()] = 0
+    line = cause_of(gradient, WIDE[:63])
+    assert "1 of 3" in line and "1 of their 24 elements make up the error" in line and "padding" not in line
+
+
+NONE, ONE, TINY = torch.zeros(0, 4), torch.tensor([2.0]), torch.full((3,), 1e-170, dtype=torch.float64)
+EDGES: list[tuple[str, Tensor, Tensor, str]] = [
+    ("right is zero", WIDE, torch.zeros_like(WIDE), "the right gradient is zero, and this one is not"),
+    ("right has a norm of zero", torch.ones(3), TINY, "the right gradient is zero, and this one is not"),
+    ("has a norm of zero", TINY, torch.ones(3), "zero: never reduced"),
+    ("both are zero", -torch.zeros(3), torch.zeros(3), "zero, as it should be"),
+    ("no element", NONE, NONE, "zero, as it should be"),
+    ("nan", WIDE.clone().fill_(math.nan), WIDE, "'it': not finite"),
+    ("inf", torch.where(WIDE > 2, math.inf, WIDE), WIDE, "'it': not finite"),
+    ("right is nan", WIDE, WIDE * math.nan, "what it should be is not finite"),
+    ("right is inf", WIDE, torch.where(WIDE > 2, math.inf, WIDE), "what it should be is not finite"),
+    ("one element", 3.7 * ONE, ONE, "3.7 times what it should be: one element tells no more"),
+    ("one element of none", torch.tensor(1.0), torch.tensor(0.0), "the right gradient is zero"),
+    ("one element, right", ONE, ONE, ""),
+    ("right", WIDE, WIDE, ""),
+    ("rounding of fp32", WIDE * (1 + 2e-7), WIDE, ""),
+]
+
+
+@pytest.mark.parametrize(("gradient", "truth", "cause"), [case[1:] for case in EDGES], ids=[case[0] for case in EDGES])
+def test_nothing_is_divided_by_nothing(gradient: Tensor, truth: Tensor, cause: str) -> None:
+    """Zero, not finite, empty or of one element, on either side: a plain line or none, never an error."""
+    line = cause_of(gradient, truth)
+    assert cause in line and bool(cause) is bool(line)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_rows_that_should_be_zero_are_no_multiple(bad: float) -> None:
+    """Rows of one rank that are wrong where zero, or nothing finite, is right."""
+    truth = WIDE.clone()
+    truth[50:52] = 0
+    gradient = truth.clone()
+    gradient[50:52] = bad or 7.0
+    assert ("the right gradient is zero" if bad == 0 else "not finite") in cause_of(gradient, truth)
 
 
 # Whole runs: three steps, two ranks, two parameters
@@ -153,13 +254,19 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
     (
         "other weights",
         {"losses": [[5.3, 5.5], *OFF[1:]], "gradients": {"table": TABLE * 1.5, "up": OTHER["up"]}},
-        "the same tokens, and computes with other weights",
+        "something else from step 0 on: other weights (another seed, gathered wrongly), another input, or other arith",
     ),
     (
-        "cast",
+        "cast or not",
         {"losses": [[5.001, 5.201], *OFF[1:]], "gradients": {"table": TABLE * 1.002, "up": TRUTHS["up"] * 0.998}},
-        "as by rounding to bf16: an input, a buffer or a weight is cast",
+        "as by rounding to bf16: an input, a buffer or a weight may be cast; noise, or a slightly different",
     ),
+    (
+        "no cast",
+        {"losses": [[5.1, 5.3], *OFF[1:]], "gradients": {"table": TABLE * 1.05, "up": TRUTHS["up"] * 0.95}},
+        "more than by rounding to bf16 once: the cause is not known",
+    ),
+    ("a term more", {"losses": [[5.3, 5.5], *OFF[1:]]}, "most gradients are right: the loss has a term"),
     ("no update", {"losses": OFF, "update_norms": updates(0, 0)}, "zero update at step 0: the learning rate is 0"),
     (
         "one not held",
@@ -168,7 +275,18 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
     ),
     ("another rate", {"losses": OFF, "update_norms": updates(2, 2)}, "updates are 2 times as large at step 0"),
     ("decay", {"losses": OFF, "update_norms": updates(1, 1.5)}, "weight decay, momentum"),
-    ("stale weights", {"losses": OFF}, "weights from before the update"),
+    (
+        "stale weights, or right norms alone",
+        {"losses": OFF},
+        "the norms of the updates of step 0 are right, and the next loss is not: weights from before the update "
+        "(gathered once and kept), gradients or updates with the right norm and wrong elements, or other data",
+    ),
+    (
+        "updates unknown",
+        {"losses": OFF, "update_norms": []},
+        "the loss and the norms of gradients of step 0 are right, and the next",
+    ),
+    ("infinite update", {"losses": OFF, "update_norms": updates(1, math.inf)}, "update of step 0 is not finite"),
     ("silent", {"param_norms": norms_with(1, "up", 0.0)}, "'up': zero from step 1 on"),
     (
         "late",
@@ -178,7 +296,7 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
         },
         "'up': the bits of the step before",
     ),
-    ("not cleared", {"param_norms": norms_with(1, "up", 1.7)}, "gradients are not cleared"),
+    ("not cleared", {"param_norms": norms_with(1, "up", 1.7)}, "as if added to what was there, gradients"),
 ]
 
 

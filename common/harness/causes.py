@@ -5,13 +5,17 @@
     a times what it should be                 W: summed over ranks; 1/W: averaged twice; sqrt(W): a norm of one shard
     itself, some rows on                      a shard put back at the wrong place
     another parameter's                       a bucket unpacked in another order
-    wrong in the rows of one rank alone       padding, an uneven shard, a rank left out
+    itself, its values in other places        permuted or transposed
+    wrong in the rows of one rank alone       padding or an uneven shard, where rows are left over
     zero in many rows that should not be      a use of the parameter is missing: a tied weight untied
     of other tokens than its loss             another micro-batch
-    like the mean, and of fewer ranks         a rank left out of the sum
-    off by a rounding                         something is cast; on that dtype's grid: reduced or stored in it
+    the mean less one rank's part             a rank left out of the sum
+    unlike the mean                           permuted, transposed, of other data
+    on the grid of a narrower dtype           reduced or stored in it
+    off by as much as a rounding              something is cast; noise and other arithmetic look the same
 
-Patterns of a whole run, over losses, steps and updates, are in `run_causes`.
+What the numbers prove is said as it is; of what they only suggest, examples are given. Patterns of a whole run, over
+losses, steps and updates, are in `run_causes`.
 """
 
 from __future__ import annotations
@@ -35,6 +39,10 @@ _APART = 8
 """How many times smaller an error than a rounding is no longer one of it; bf16 and fp16 are this far apart."""
 _FEW = 16
 """A tensor of fewer elements may lie on a coarse grid by chance."""
+_SAME = 1e-3
+"""Relative error, at most, of sorted values that are the same; sorted samples of n numbers are 1 / sqrt(n) apart."""
+_SHOWN = 1e-5
+"""How far from 1 a factor can be told from rounding in float32, and be shown in six digits."""
 
 
 def likely_causes(
@@ -81,9 +89,10 @@ class _Suspect:
         whole = _explain(self.gradient, self.truth, self.ranks)
         if whole is not None:
             return whole
+        limit = CLOSE * min(1.0, relative_error(self.gradient, self.truth))
         for name, other in truths.items():
             is_like = name != self.name and other.shape == self.truth.shape and bool(other.any())
-            if is_like and relative_error(self.gradient, other.double()) < CLOSE:
+            if is_like and relative_error(self.gradient, other.double()) < limit:
                 return f"holds the gradient of {name!r}: a bucket unpacked in another order"
         return self._by_rows() if self.truth.dim() and len(self.truth) > 1 else None
 
@@ -98,33 +107,60 @@ class _Suspect:
             if wrong and proven and set(wrong) <= set(chunk):
                 whose = f"of rank {rank}" + (", the last," if rank == self.ranks - 1 else "")
                 which = f"all rows {whose}" if wrong == list(chunk) else f"{len(wrong)} of {len(chunk)} rows {whose}"
-                part = _explain(ours[wrong], theirs[wrong], self.ranks) or "no multiple of what they should be"
-                return f"{which} are wrong, the others right: {part}; padding, or an uneven shard"
+                few = _few_elements(ours[wrong], theirs[wrong])
+                part = _explain(ours[wrong], theirs[wrong], self.ranks) or few or "no multiple of what they should be"
+                uneven = "; perhaps padding, or an uneven shard" if rows % self.ranks and part != few else ""
+                return f"{which} are wrong, the others right: {part}{uneven}"
         lost = [i for i in wrong if not ours[i].any() and theirs[i].any()]
         if lost and len(lost) > len(wrong) / 2 and not _fewer_tokens(ours, theirs):
-            return f"zero in {len(lost)} rows that should not be: a use of it is missing, as of a tied weight untied"
+            return (
+                f"zero in {len(lost)} rows that should not be, as if a use of it is missing: a tied weight untied, "
+                "or rows never written"
+            )
         return None
 
 
 def _explain(gradient: Tensor, truth: Tensor, ranks: int) -> str | None:
-    """Zero, a multiple, or rolled rows; None if it is none of these."""
-    if not truth.any():
-        return None
-    if not gradient.any():
+    """Zero, not finite, a multiple, rolled rows, or values in other places; None if it is none of these."""
+    ours, theirs = float(gradient.norm()), float(truth.norm())
+    if not math.isfinite(theirs):
+        return "what it should be is not finite: nothing can be told"
+    if not math.isfinite(ours):
+        return "not finite: an overflow, or memory that was never written"
+    if theirs == 0:
+        return "zero, as it should be" if ours == 0 else "the right gradient is zero, and this one is not"
+    if ours == 0:
         return "zero: never reduced, or never written"
-    factor = float((gradient * truth).sum() / truth.square().sum())
-    if abs(factor - 1) > CLOSE and relative_error(gradient, factor * truth) < CLOSE * abs(factor):
+    factor = float((gradient / theirs * (truth / theirs)).sum())
+    off = abs(factor - 1)
+    if off > _SHOWN and relative_error(gradient, factor * truth) < CLOSE * min(1.0, 2 * off):
+        if truth.numel() == 1:
+            return f"{factor:.4g} times what it should be: one element tells no more"
         return _of_factor(factor, ranks)
+    error = relative_error(gradient, truth)
     for rows in (1, -1) if truth.dim() and len(truth) > 2 else ():
         # the whole, or each shard by itself
         rolled = truth.roll(rows, 0), torch.cat([shard.roll(rows, 0) for shard in truth.chunk(ranks)])
-        if any(relative_error(gradient, other) < CLOSE for other in rolled):
+        if any(relative_error(gradient, other) < CLOSE * min(1.0, error) for other in rolled):
             return f"rolled by {rows:+d} row: a shard put back at the wrong place"
+    sorted_error = relative_error(gradient.flatten().sort().values, truth.flatten().sort().values)
+    if error > CLOSE and sorted_error < min(_SAME, CLOSE / math.sqrt(truth.numel())):
+        return "the same values in other places: permuted, transposed, or put back at the wrong place"
     return None
+
+
+def _few_elements(gradient: Tensor, truth: Tensor) -> str | None:
+    """How many elements are wrong, if a few make up the error; None if many do."""
+    errors = (gradient - truth).square().flatten().sort(descending=True).values
+    count = int((errors.cumsum(0) < (1 - CLOSE**2) * errors.sum()).sum()) + 1
+    return f"{count} of their {len(errors)} elements make up the error" if 4 * count <= len(errors) else None
 
 
 def _of_factor(factor: float, ranks: int) -> str:
     """What a gradient of `factor` times the mean suggests."""
+    if abs(factor - 1) <= CLOSE:
+        shown = 1 + float(f"{factor - 1:.2g}")
+        return f"scaled by {shown:.6g}, all elements alike: a divisor or a loss scale of its own"
     twice = "" if ranks != 2 else ", or added twice"
     known = {
         2.0: "2 times the mean: added twice",
@@ -135,42 +171,68 @@ def _of_factor(factor: float, ranks: int) -> str:
         1 / math.sqrt(ranks): f"1/sqrt({ranks}) of the mean: scaled by the norm of one rank's shard, not of all",
     }
     for value, cause in known.items():
-        if value != 1.0 and abs(factor / value - 1) < CLOSE / 2:
+        if abs(factor / value - 1) < CLOSE / 2:
             return cause
     return f"{factor:.3g} times the mean: a divisor or a loss scale of its own"
 
 
 def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[str, Tensor], ranks: int) -> str | None:
-    """What the gradients of `names`, each of which shows no pattern, suggest together; None if nothing."""
+    """What the gradients of `names`, each of which shows no pattern, suggest together; None if nothing.
+
+    None of them is zero or not finite, nor should it be.
+    """
     ours = [candidate[name].double() for name in names]
     theirs = [referee[name].double() for name in names]
     error = math.hypot(*(float((a - b).norm()) for a, b in zip(ours, theirs, strict=True)))
-    size = math.hypot(*(float(truth.norm()) for truth in theirs))
+    own, size = (math.hypot(*(float(tensor.norm()) for tensor in tensors)) for tensors in (ours, theirs))
     if error < CLOSE * size:
         return _of_rounding([candidate[name] for name in names], error / size)
     tokens = [tokens_seen(a, b) for a, b in zip(ours, theirs, strict=True)]
     if "other" in tokens:
-        return "of other tokens than the loss: another micro-batch"
-    factor = float(sum((a * b).sum() for a, b in zip(ours, theirs, strict=True))) / size**2
-    # what is missing of W parts leaves (W - 1) / W on average; one rank's own gradient leaves 1
-    if ranks > 1 and factor < 1 - 1 / (2 * ranks):
-        return f"about {factor:.2g} of the mean, and not in every direction: a rank is left out of the sum"
-    return "as large as the mean, and not in every direction: never reduced, each rank keeps its own; or other data"
+        return "rows that should be zero are not, as if of other tokens than the loss: another micro-batch"
+    cosine = float(sum((a / own * (b / size)).sum() for a, b in zip(ours, theirs, strict=True)))
+    factor = cosine * own / size
+    # what is missing is a rank's own gradient / W: 1 / W of the mean on average, 1 / sqrt(W) of its size if all noise
+    is_part = 1 / (2 * ranks) < 1 - factor < 3 / (2 * ranks) and error < 1.5 * size / math.sqrt(ranks)
+    if ranks > 1 and is_part:
+        return (
+            f"about {factor:.2g} of the mean, and what is missing is as large as one rank's part: as if a rank is left "
+            "out of the sum, or a part of the batch"
+        )
+    if abs(cosine) < CLOSE:
+        return "bears no relation to the right one: permuted, transposed, or of other data"
+    return (
+        f"about {factor:.2g} of the mean, and much else: the cause is not known; for example never reduced, each rank "
+        "keeps its own; or other data"
+    )
 
 
 def _of_rounding(gradients: list[Tensor], error: float) -> str | None:
     dtype = narrow_grid({str(i): gradient for i, gradient in enumerate(gradients)}, gradients[0].dtype)
     if dtype is not None:
         return f"off by {error:.1g}, every element a {dtype} number: reduced or stored in {dtype}"
-    narrow = nearest_dtype(error)
-    if error < _ROUNDED * torch.finfo(_NARROW[narrow]).eps / _APART:
+    return of_small_error(error, "something that leads to it")
+
+
+def of_small_error(error: float, what: str) -> str | None:
+    """What a relative error of this size suggests, from its size alone; None if no cast to a narrow dtype is so small.
+
+    Args:
+        what: what may be cast.
+    """
+    sizes = {name: _ROUNDED * torch.finfo(dtype).eps for name, dtype in _NARROW.items()}
+    if not error >= min(sizes.values()) / _APART:
         return None
-    return f"off by {error:.1g}, as by rounding to {narrow}: something that leads to it is cast"
-
-
-def nearest_dtype(error: float) -> str:
-    """The narrow dtype whose rounding makes an error of about this size."""
-    return min(_NARROW, key=lambda name: abs(math.log(error / (_ROUNDED * torch.finfo(_NARROW[name]).eps))))
+    narrow = min(sizes, key=lambda name: abs(math.log(error / sizes[name])))
+    if error > sizes[narrow] * _APART:
+        return (
+            f"off by {error:.1g}, more than by rounding to {narrow} once: the cause is not known; many roundings, "
+            "noise, or a slightly different computation"
+        )
+    return (
+        f"off by {error:.1g}, as large as by rounding to {narrow}: {what} may be cast; noise, or a slightly different "
+        "computation, would look the same"
+    )
 
 
 def tokens_seen(gradient: Tensor, truth: Tensor) -> str:

@@ -2,7 +2,7 @@
 
     1  which gradients there are        frozen, trained, untied
     2  numbers that are not finite      whose rows
-    3  the loss of step 0               one rank's buffer, the same share for all, other tokens, other weights, a cast
+    3  the loss of step 0               one rank's buffer, the same share for all, other tokens, a cast, other weights
     4  the gradients of step 0          see `causes`
     5  the first later step             no update, another one, weights from before it, gradients late or not cleared
     6  nothing beyond rounding          another order of sums
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.harness.causes import CLOSE, count_names, likely_causes, nearest_dtype, tokens_seen
+from common.harness.causes import CLOSE, count_names, likely_causes, of_small_error, tokens_seen
 from common.harness.distance import relative_error
 from common.harness.grades import ErrorBound, Grade, Z
 from common.harness.records import Run, RunRecord
@@ -162,14 +162,18 @@ def _wrong_loss(look: _Look, candidate: Run, referee: Run) -> str:
         if value != 1.0 and abs(factor / value - 1) < CLOSE / 10:
             return f"the loss is {value:.3g} times what it should be: summed over ranks or tokens, not averaged"
     if any(tokens_seen(candidate[1][name], gradient) != "same" for name, gradient in referee[1].items()):
-        return "forward reads other tokens than the reference: another batch, share or seed"
-    level = statistics.median(relative_error(candidate[1][name], gradient) for name, gradient in referee[1].items())
+        return "other rows have gradients, as if forward reads other tokens: another batch, share or seed"
+    errors = [relative_error(candidate[1][name], gradient) for name, gradient in referee[1].items()]
+    level = statistics.median(errors) if errors else math.inf
     if level < CLOSE:
-        return (
-            f"loss and gradients are off by {level:.1g}, as by rounding to {nearest_dtype(level)}: an input, a buffer "
-            "or a weight is cast"
+        small = of_small_error(level, "an input, a buffer or a weight")
+        return "the loss is wrong, and most gradients are " + (
+            small or "right: the loss has a term that they do not feel, or is not the one that they are of"
         )
-    return "forward reads the same tokens, and computes with other weights: another seed, or gathered wrongly"
+    return (
+        "computes something else from step 0 on: other weights (another seed, gathered wrongly), another input, or "
+        "other arithmetic in a module; `explain` walks it"
+    )
 
 
 def _ranks_off(look: _Look) -> list[int]:
@@ -210,21 +214,19 @@ def _wrong_step(look: _Look, step: int) -> str:
         return f"{count_names(late)}: the bits of the step before: a gradient handed out late"
     if not look.is_loss_off(step):
         return (
-            f"{count_names(off)}: wrong from step {step} on, though the loss before it is right: added to what was "
-            "there, gradients are not cleared"
+            f"{count_names(off)}: norm wrong from step {step} on, though the loss before it is right: as if added to "
+            "what was there, gradients are not cleared; or backward changes"
         )
-    return _wrong_update(look, step - 1) or (
-        f"the updates of step {step - 1} are right, and the loss after them is not: computed with weights from before "
-        "the update, gathered once and kept; or other data"
+    return _wrong_update(look, step - 1)
+
+
+def _wrong_update(look: _Look, step: int) -> str:
+    """What the norms of the updates that end `step` say of the wrong loss after them."""
+    theirs, ours = (
+        record.update_norms[step] if step < len(record.update_norms) else {}
+        for record in (look.reference, look.candidate)
     )
-
-
-def _wrong_update(look: _Look, step: int) -> str | None:
-    """What is wrong with the update that ends `step`; None if nothing is, or nothing is known of it."""
-    if len(look.candidate.update_norms) <= step or len(look.reference.update_norms) <= step:
-        return None
-    ours, theirs = look.candidate.update_norms[step], look.reference.update_norms[step]
-    moved = [name for name in theirs if theirs[name] > 0 and name in ours]
+    moved = [name for name in theirs if 0 < theirs[name] < math.inf and name in ours]
     still = [name for name in moved if ours[name] == 0]
     if moved and still == moved:
         return (
@@ -233,10 +235,20 @@ def _wrong_update(look: _Look, step: int) -> str | None:
     if still:
         return f"{count_names(still)}: zero update at step {step}: the optimizer does not hold it"
     factors = [ours[name] / theirs[name] for name in moved]
-    if not factors or all(abs(factor - 1) < CLOSE for factor in factors):
-        return None
+    if not all(map(math.isfinite, factors)):
+        return f"the update of step {step} is not finite, though its gradients are: the state of the optimizer"
+    if all(abs(factor - 1) < CLOSE for factor in factors):
+        known, wrong = (
+            ("the norms of the updates", "gradients or updates with the right norm and wrong elements")
+            if factors
+            else ("the loss and the norms of gradients", "wrong updates, of which no norm is known")
+        )
+        return (
+            f"{known} of step {step} are right, and the next loss is not: weights from before the update (gathered "
+            f"once and kept), {wrong}, or other data"
+        )
     middle = statistics.median(factors)
-    if all(abs(factor / middle - 1) < CLOSE for factor in factors):
+    if all(abs(factor - middle) < CLOSE * middle for factor in factors):
         return f"updates are {middle:.3g} times as large at step {step}: stepped twice, or another learning rate"
     return (
         f"the update of step {step} is none of its gradient alone: weight decay, momentum or another state of the "
