@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, int, Change, str]] = [
         "bias",
         2,
         lambda truth: truth + 0.04 * OTHER["bias"],
-        "than by rounding to bf16 once: the cause is",
+        "as by rounding to bf16 many times: something",
     ),
     ("scaled a little", "up", 2, lambda truth: 1.01 * truth, "scaled by 1.01, all elements alike"),
     ("scaled by less", "up", 2, lambda truth: 0.9985 * truth, "scaled by 0.9985, all elements alike"),
@@ -124,6 +124,15 @@ def test_no_relation_is_no_rank_left_out() -> None:
 def test_a_multiple_is_no_direction_it_merely_has() -> None:
     """Three times the mean and a quarter of that in another direction is no sum over three ranks."""
     assert "summed" not in cause_of(3 * WIDE + 0.8 * OTHER_WIDE, WIDE, 3)
+
+
+def test_what_is_alike_anyway_proves_no_mix_up() -> None:
+    """Noise on rows that are alike is no roll of them, and noise on a gradient that is like another's not the other."""
+    alike = torch.ones(64, 24) + 0.01 * WIDE
+    lines = likely_causes(
+        ["it"], {"it": alike + 0.02 * OTHER_WIDE}, {"it": alike, "twin": alike + 0.01 * OTHER_WIDE}, 2
+    )
+    assert not any("rolled" in line or "twin" in line for line in lines)
 
 
 @pytest.mark.parametrize(("rows", "is_uneven"), [(64, False), (63, True)])
@@ -264,7 +273,7 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
     (
         "no cast",
         {"losses": [[5.1, 5.3], *OFF[1:]], "gradients": {"table": TABLE * 1.05, "up": TRUTHS["up"] * 0.95}},
-        "more than by rounding to bf16 once: the cause is not known",
+        "as by rounding to bf16 many times: an input, a buffer or a weight may be cast; noise, or",
     ),
     ("a term more", {"losses": [[5.3, 5.5], *OFF[1:]]}, "most gradients are right: the loss has a term"),
     ("no update", {"losses": OFF, "update_norms": updates(0, 0)}, "zero update at step 0: the learning rate is 0"),
@@ -296,7 +305,11 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
         },
         "'up': the bits of the step before",
     ),
-    ("not cleared", {"param_norms": norms_with(1, "up", 1.7)}, "as if added to what was there, gradients"),
+    (
+        "not cleared",
+        {"param_norms": norms_with(1, "up", 1.7)},
+        "'up': norm wrong from step 1 on, though the loss before it is right: as if added to what was there, gradients",
+    ),
 ]
 
 
@@ -304,6 +317,47 @@ RUNS: list[tuple[str, dict[str, object], str]] = [
 def test_causes_of_a_whole_run(changed: dict[str, object], cause: str) -> None:
     """A run that is wrong in one way has that way named first."""
     assert cause in judged(run(**changed))
+
+
+@pytest.mark.parametrize(
+    ("losses", "ours", "truth", "cause"),
+    [
+        ([[5.3, 5.5], *OFF[1:]], {}, {}, "computes something else from step 0 on"),
+        ([[5.3, 5.5], *OFF[1:]], {"it": ONE}, {"it": 0 * ONE}, "computes something else from step 0 on"),
+        ([[5.3, 5.5], *OFF[1:]], {"it": NONE}, {"it": NONE}, "most gradients are right"),
+        (None, {"it": torch.tensor(math.nan)}, {"it": torch.tensor(1.0)}, "1 of 1 elements are not finite"),
+        (None, {"it": ONE}, {"it": 0 * ONE}, "the right gradient is zero"),
+    ],
+)
+def test_a_run_is_divided_by_nothing_either(
+    losses: object, ours: dict[str, Tensor], truth: dict[str, Tensor], cause: str
+) -> None:
+    """No gradient at all, an empty one, or one that should be zero: a line, never an error."""
+    right, _ = run("eager")
+    candidate = replace(run()[0], losses=losses or right.losses)
+    referee = replace(run()[0], losses=[[loss] for loss in right.mean_losses], world_size=1)
+    (line,) = run_causes((right, truth), (candidate, ours), (referee, truth), list(truth))
+    assert cause in line
+
+
+def test_a_right_update_that_is_zero_or_infinite_is_no_divisor() -> None:
+    """Only updates that have a right norm are compared."""
+    right = {"zero": 0.0, "infinite": math.inf, "up": 1.0}
+    reference, candidate = (
+        replace(run()[0], losses=losses, update_norms=[right | {"zero": 1.0 * more}] * 3)
+        for losses, more in ((run()[0].losses, 0), (OFF, 1))
+    )
+    referee = replace(run()[0], losses=[[loss] for loss in reference.mean_losses], world_size=1)
+    (line,) = run_causes((reference, {}), (candidate, {}), (referee, {}), [])
+    assert line.startswith("the norms of the updates of step 0 are right")
+
+
+def test_a_loss_that_should_be_zero_is_no_divisor() -> None:
+    """A right loss of zero has no multiple; the candidate's is still told to be off."""
+    zero = [[0.0, 0.0]] * 3
+    reference, referee = replace(run()[0], losses=zero), replace(run()[0], losses=[[0.0]] * 3, world_size=1)
+    (line,) = run_causes((reference, {}), (run()[0], {}), (referee, {}), [])
+    assert "computes something else from step 0 on" in line
 
 
 def test_causes_of_step_0_come_before_those_of_later_steps() -> None:

@@ -224,14 +224,10 @@ def of_small_error(error: float, what: str) -> str | None:
     if not error >= min(sizes.values()) / _APART:
         return None
     narrow = min(sizes, key=lambda name: abs(math.log(error / sizes[name])))
-    if error > sizes[narrow] * _APART:
-        return (
-            f"off by {error:.1g}, more than by rounding to {narrow} once: the cause is not known; many roundings, "
-            "noise, or a slightly different computation"
-        )
+    times = " many times" if error > sizes[narrow] * _APART else ""
     return (
-        f"off by {error:.1g}, as large as by rounding to {narrow}: {what} may be cast; noise, or a slightly different "
-        "computation, would look the same"
+        f"off by {error:.1g}, as large as by rounding to {narrow}{times}: {what} may be cast; noise, or a slightly "
+        "different computation, would look the same"
     )
 
 

@@ -236,7 +236,9 @@ def _wrong_update(look: _Look, step: int) -> str:
         return f"{count_names(still)}: zero update at step {step}: the optimizer does not hold it"
     factors = [ours[name] / theirs[name] for name in moved]
     if not all(map(math.isfinite, factors)):
-        return f"the update of step {step} is not finite, though its gradients are: the state of the optimizer"
+        return (
+            f"the update of step {step} is not finite, though its gradients are: for example the state of the optimizer"
+        )
     if all(abs(factor - 1) < CLOSE for factor in factors):
         known, wrong = (
             ("the norms of the updates", "gradients or updates with the right norm and wrong elements")
