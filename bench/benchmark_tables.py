@@ -1,8 +1,8 @@
-"""What a benchmark says, as one tidy table for machines, one for people, and a document around them."""
+"""What a benchmark says, as one tidy table for machines, two for people, and a document around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -64,12 +64,15 @@ def benchmark_document(benchmark: Benchmark) -> Document:
         *(_LINK_NOTES if is_emulated else ()),
         "speed: step of the first engine over this one's, turn by turn; no verdict where 1 is in the middle half, or "
         "where chance would give as lopsided a count of turns in 1 case of 20",
-        "collectives of the engines at home are held against the plan's, and fail the row where they differ",
     )
-    section = Section("benchmark", "Throughput", table, benchmark_view(benchmark), notes)
+    cost_note = "collectives of the engines at home are held against the plan's, and fail the row where they differ"
+    sections = (
+        Section("benchmark", "Throughput", table, throughput_view(benchmark), notes),
+        Section("cost", "Parity, memory, collectives", None, cost_view(benchmark), (cost_note,)),
+    )
     is_judged = any(cell.job.is_judged for cell in benchmark.cells)
     holds = not failures if is_judged or failures else None
-    return Document(f"BENCH: {title}", holds, lines, (section,), benchmark.to_dict())
+    return Document(f"BENCH: {title}", holds, lines, sections, benchmark.to_dict())
 
 
 def _agreement(benchmark: Benchmark) -> str:
@@ -92,36 +95,52 @@ def benchmark_table(benchmark: Benchmark) -> pd.DataFrame:
     return frame(rows, (*cell_columns, "engine", "backend", "against", *_GRADE, *spreads, *_FIGURES))
 
 
-def benchmark_view(benchmark: Benchmark) -> pd.DataFrame:
-    """The same for people: what was swept first, then the figures."""
-    pairs = [(cell, row) for cell in benchmark.cells for row in cell.rows]
-
-    def column(figure: Callable[[BenchRow], float | None], form: str, scale: float = 1.0) -> list[str | None]:
-        values = [figure(row) for _, row in pairs]
-        return [format_number(value if value is None else value * scale, form) for value in values]
-
-    names = [name for name in benchmark.swept if name != "backend"]  # that is a column of its own
-    swept = {name: [_cell_columns(cell)[name] for cell, _ in pairs] for name in names}
+def throughput_view(benchmark: Benchmark) -> pd.DataFrame:
+    """Times for people: what was swept first, then the figures."""
+    rows = [row for cell in benchmark.cells for row in cell.rows]
     return as_text(
-        {name.replace("_", " "): values for name, values in swept.items()}
+        _named(benchmark)
         | {
-            "engine": [row.engine for _, row in pairs],
-            "backend": [row.backend for _, row in pairs],
-            GRADE: [format_grade(row.asked, row.reached, row.margin) for _, row in pairs],
-            "step ms": [_spread(row.step_s, "{:.1f}", 1e3) for _, row in pairs],
-            "tokens/s": column(lambda row: row.tokens_per_s, "{:,.0f}"),
-            "compute ms": column(lambda row: row.compute_s, "{:.1f}", 1e3),
-            "busy ms": column(lambda row: row.busy_s, "{:.1f}", 1e3),
-            "exposed ms": column(lambda row: row.exposed_s, "{:.1f}", 1e3),
-            "hidden": column(lambda row: row.hidden, "{:.0%}"),
-            "efficiency": column(lambda row: row.efficiency, "{:.0%}"),
-            "speed": [_spread(row.speed, "{:.2f}x") for _, row in pairs],
-            "verdict": [row.verdict for _, row in pairs],
-            "peak": [format_size(row.peak_bytes) for _, row in pairs],
-            "collectives": [row.collectives for _, row in pairs],
-            "first step s": column(lambda row: row.first_step_s, "{:.1f}"),
+            "step ms": [_spread(row.step_s, "{:.1f}", 1e3) for row in rows],
+            "tokens/s": _column(rows, lambda row: row.tokens_per_s, "{:,.0f}"),
+            "compute ms": _column(rows, lambda row: row.compute_s, "{:.1f}", 1e3),
+            "busy ms": _column(rows, lambda row: row.busy_s, "{:.1f}", 1e3),
+            "exposed ms": _column(rows, lambda row: row.exposed_s, "{:.1f}", 1e3),
+            "hidden": _column(rows, lambda row: row.hidden, "{:.0%}"),
+            "efficiency": _column(rows, lambda row: row.efficiency, "{:.0%}"),
+            "speed": [_spread(row.speed, "{:.2f}x") for row in rows],
+            "verdict": [row.verdict for row in rows],
         }
     )
+
+
+def cost_view(benchmark: Benchmark) -> pd.DataFrame:
+    """What the times stand on, and what else a step takes, for people."""
+    rows = [row for cell in benchmark.cells for row in cell.rows]
+    return as_text(
+        _named(benchmark)
+        | {
+            GRADE: [format_grade(row.asked, row.reached, row.margin) for row in rows],
+            "peak": [format_size(row.peak_bytes) for row in rows],
+            "collectives": [row.collectives for row in rows],
+            "first step s": _column(rows, lambda row: row.first_step_s, "{:.1f}"),
+        }
+    )
+
+
+def _named(benchmark: Benchmark) -> dict[str, list[Any]]:
+    """What tells rows apart: what was swept, engine and backend."""
+    pairs = [(cell, row) for cell in benchmark.cells for row in cell.rows]
+    names = [name for name in benchmark.swept if name != "backend"]  # that is a column of its own
+    swept = {name.replace("_", " "): [_cell_columns(cell)[name] for cell, _ in pairs] for name in names}
+    return swept | {"engine": [row.engine for _, row in pairs], "backend": [row.backend for _, row in pairs]}
+
+
+def _column(
+    rows: Sequence[BenchRow], figure: Callable[[BenchRow], float | None], form: str, scale: float = 1.0
+) -> list[str | None]:
+    values = [figure(row) for row in rows]
+    return [format_number(value if value is None else value * scale, form) for value in values]
 
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Section:
 
     Attributes:
         name: what machine formats call it.
-        data: for machines, at full precision.
+        data: for machines, at full precision; None where another section holds it.
         view: for people, cells as text; None for a table that only machine formats hold.
         notes: what has to be known to read the view.
         picture: SVG, which a page shows in the place of view and notes; "" for none.
@@ -38,7 +38,7 @@ class Section:
 
     name: str
     title: str
-    data: pd.DataFrame
+    data: pd.DataFrame | None
     view: pd.DataFrame | None = None
     notes: tuple[str, ...] = ()
     picture: str = ""
@@ -62,7 +62,8 @@ class Document:
 
     def to_dict(self) -> dict[str, Any]:
         """The document as JSON-ready data."""
-        rows = {section.name: section.data.to_dict(orient="records") for section in self.sections}
+        held = {section.name: section.data for section in self.sections if section.data is not None}
+        rows = {name: data.to_dict(orient="records") for name, data in held.items()}
         data: dict[str, Any] = json_ready({"schema": SCHEMA_VERSION, **self.machine, "tables": rows})
         return data
 
@@ -220,7 +221,8 @@ def _unjudged(comparison: Comparison) -> tuple[str, ...]:
 
 def _loss_notes(steps: int) -> tuple[str, ...]:
     shown = len(views.shown_steps(steps))
-    return (f"{shown} of {steps} steps; csv and json hold all, with gradient norms",) if shown < steps else ()
+    notes = [f"{shown} of {steps} steps; csv and json hold all, with gradient norms"] if shown < steps else []
+    return (*notes, "the grade is that of the pair, in all its checks")
 
 
 def _collective_notes(collectives: pd.DataFrame) -> tuple[str, ...]:

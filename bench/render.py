@@ -100,7 +100,8 @@ def to_json(document: Document) -> str:
 
 def to_csv(document: Document) -> str:
     """All tables in one, at full precision; `pandas.read_csv(...).query("table == 'loss'")` takes one out."""
-    parts = [section.data.map(_cell).assign(table=section.name) for section in document.sections]
+    held = [(section.name, section.data) for section in document.sections if section.data is not None]
+    parts = [data.map(_cell).assign(table=name) for name, data in held]
     columns = list(dict.fromkeys(name for part in parts for name in part.columns if name != "table"))
     rows = pd.concat([part.reindex(columns=["table", *columns]).astype(object) for part in parts])
     stream = io.StringIO()

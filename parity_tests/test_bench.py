@@ -17,7 +17,7 @@ import pytest
 
 from bench.benchmark import FASTER, SAME, SLOWER, BenchRow, Spread, bench_rows, computed_by, per_turn, verdict_of
 from bench.benchmark_files import Benchmark, Cell, load_benchmark, save_benchmark
-from bench.benchmark_tables import benchmark_table, benchmark_view
+from bench.benchmark_tables import benchmark_table, cost_view, throughput_view
 from bench.documents import describe_job
 from bench.options import BenchOptions, parse
 from common.harness.grades import Grade
@@ -274,7 +274,7 @@ def test_swept_passes_are_a_column() -> None:
     assert [job.disabled_passes for job in jobs] == [(), ("bucket_gathers", "prefetch_gathers")]
     cells = tuple(Cell(job, "none", "", (BenchRow("compiled", "aot_eager"),)) for job in jobs)
     benchmark = Benchmark("", "single", options.swept, "", cells)
-    assert list(benchmark_view(benchmark)["disabled passes"]) == ["none", "bucket_gathers,prefetch_gathers"]
+    assert list(throughput_view(benchmark)["disabled passes"]) == ["none", "bucket_gathers,prefetch_gathers"]
     assert list(benchmark_table(benchmark)["disabled_passes"]) == ["none", "bucket_gathers,prefetch_gathers"]
     described = [describe_job(job) for job in jobs]
     assert "without" not in described[0]
@@ -292,7 +292,7 @@ def test_rows_of_a_benchmark_tell_the_grade(tmp_path: Path) -> None:
     table = benchmark_table(benchmark)
     assert list(zip(table["asked"], table["reached"], table["margin"], strict=True)) == [*graded, (None, None, None)]
     assert list(table["against"]) == ["single"] * 3 + [None]
-    assert list(benchmark_view(benchmark)["asked / reached"]) == [
+    assert list(cost_view(benchmark)["asked / reached"]) == [
         *("reduction-order / bitwise inf", "compiler / none 0.25x", "bitwise / bitwise", "-")
     ]
 

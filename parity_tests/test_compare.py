@@ -301,6 +301,18 @@ def test_unstable_training_is_no_fault(runs: Runs, dtype: str) -> None:
         assert max(row.candidate_error for row in trends) < Z / 1.5
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_reference_that_is_off_excuses_nothing(runs: Runs, precision: str) -> None:
+    """Two engines that are far off, either way, pass by each other's error alone; an honest reference is not accused."""
+    job = PRECISIONS[precision]
+    (record, gradients), referee, peers = runs("ddp", job), runs.referee(job), runs.peers(job)
+    high, low = ({name: gradient * factor for name, gradient in gradients.items()} for factor in (1.2, 0.8))
+    report = compare_runs((record, high), (record, low), referee, peers=peers, grade=Grade.REDUCTION_ORDER)
+    assert not report.passed
+    assert any(reason.startswith("the reference ddp is itself off, gradient of ") for reason in report.reasons)
+    assert compare_runs(runs("ddp", job), runs("single", job), referee, peers=peers).passed
+
+
 @pytest.mark.parametrize("fault", ["of the last step", "zero after step 0"])
 def test_unstable_training_hides_no_fault_of_its_first_steps(
     runs: Runs, planted: dict[tuple[str, JobConfig], Run], fault: str

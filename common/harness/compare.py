@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.engine import SHORT_NAMES, import_path
 from common.errors import ConfigError
 from common.harness.accuracy import Check, Kind, check_errors
 from common.harness.causes import narrow_grid
@@ -88,6 +89,8 @@ def compare_runs(
     # in a bitwise comparison the weakest bounds still tell which errors are out of proportion
     shown = checks.get(asked, checks.get(Grade.COMPILER, []))
     reasons = broken or [*_narrow(candidate)]
+    if not broken and asked is not Grade.BITWISE and referee is not None:
+        reasons += _off(reference, referee, peers)
     if not broken and not (reached and reached.covers(asked)):
         reasons += _reasons(asked, reference, candidate, shown)
     return ParityReport(
@@ -176,6 +179,22 @@ def _narrow(candidate: Run) -> list[str]:
         f"every element of every gradient of {record.engine} is a {grid} number, though gradients are to be reduced "
         f"in {record.job['reduce_dtype']} and stored in {record.job['dtype']}; a mean over ranks has more digits: they "
         "were rounded, or come from one rank alone"
+    ]
+
+
+def _off(reference: Run, referee: Run, peers: Sequence[Run]) -> list[str]:
+    """A reference that is itself further from float64 than its rounding: what its own error excuses says nothing."""
+    if not peers or import_path(reference[0].engine) == SHORT_NAMES["single"]:
+        return []
+    checks = check_errors(Grade.COMPILER, peers[0], reference, referee)
+    failed = [check for check in checks if check.kind is Kind.GRADIENT and not check.holds]
+    if not failed:
+        return []
+    worst = min(failed, key=lambda check: check.margin)
+    return [
+        f"the reference {reference[0].engine} is itself off, {worst.what}: relative error {worst.candidate_error:.3g} "
+        f"against float64, at most {worst.limit:.3g} allowed (a single process with rounded weights has "
+        f"{worst.reference_error:.3g}); nothing can be judged by it"
     ]
 
 

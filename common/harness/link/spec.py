@@ -73,7 +73,7 @@ class LinkChoice:
 
     def describe(self) -> str:
         """What it costs, and what it imitates."""
-        if self.across is None:
+        if self.across is None or self.name == str(self.across):
             return self.about
         inside = "" if self.within is None else f"{self.within} inside a node, else "
         return f"{inside}{self.across}; {self.about}"
