@@ -303,7 +303,7 @@ def test_unstable_training_is_no_fault(runs: Runs, dtype: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_reference_that_is_off_excuses_nothing(runs: Runs, precision: str) -> None:
-    """Two engines that are far off, either way, pass by each other's error alone; an honest reference is not accused."""
+    """Two engines that are far off pass by each other's error alone; an honest reference is not accused."""
     job = PRECISIONS[precision]
     (record, gradients), referee, peers = runs("ddp", job), runs.referee(job), runs.peers(job)
     high, low = ({name: gradient * factor for name, gradient in gradients.items()} for factor in (1.2, 0.8))
