@@ -1,4 +1,4 @@
-"""The fields of a baseline's file: each of the type that was written, or named by its place where it is not."""
+"""The fields of a baseline's file: each of the outermost type that was written; what is not is named by its place."""
 
 from __future__ import annotations
 

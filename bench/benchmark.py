@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from bench.judge import failures
-from common.engine import compilers_of, is_own
+from common.engine import NO_COMPILER, compilers_of, is_own
 from common.harness.records import RunRecord
 from common.harness.report import ParityReport
 from common.harness.stopwatch import TimedStep, TimedTurn
@@ -145,7 +145,7 @@ def computed_by(engine: str, job: JobConfig) -> str:
     compilers = compilers_of(engine, job)
     if is_own(engine) and compilers.all:
         return "unknown"  # it may or may not do what the job says
-    return f"{compilers.blocks} per block" if compilers.blocks != "eager" else compilers.model
+    return f"{compilers.blocks} per block" if compilers.blocks else compilers.model or NO_COMPILER
 
 
 def _with_figures(

@@ -37,7 +37,7 @@ class Explanation:
         step: the one that was walked: the first that differs, or, where rounding may, is out of proportion.
         asked, passed: of the pair's report.
         rows: every place of that step; none for a pair whose bits are equal.
-        finding: the first divergence in the walk; None if there was none, since the compiler brought it in.
+        finding: the first divergence in the walk, or what differs by rounding; None if nothing does.
         bisection: of the compiled side; None if nothing is compiled, or the walk, which is not, has found it.
         notes: what has to be known to read it.
     """
@@ -90,13 +90,16 @@ def explain(
         return Explanation(reference, candidate, step, str(report.asked), passed=True, rows=(), finding=None)
     jobs = {name: walkable(name, job) for name in (reference, candidate)} | {REFEREE: referee_job(job)}
 
+    grade = expected_grade(jobs[reference], reference, candidate, candidate_job=jobs[candidate])
+    bitwise = report.asked is Grade.BITWISE and grade is Grade.BITWISE
+
     def walk_at(step: int) -> _Walked:
-        return _walk(ranks, report, jobs, step, timeout_s)
+        return _walk(ranks, report, jobs, step, bitwise=bitwise, timeout_s=timeout_s)
 
     walked = walk_at(step)
-    if walked.is_sound and not report.passed and report.asked is not Grade.BITWISE:
+    if walked.is_sound and not report.passed and not bitwise:
         # rounding differs from step 0 on; what broke the promise may have come later
-        walked = _first_unsound(walk_at, step, job.steps - 1) or walked
+        walked = _first_unsound(walk_at, step, report) or walked
     bisection = None
     if walked.is_sound:  # else it is there without a compiler
         # the candidate is taken apart, or, if nothing compiles that, the reference
@@ -130,22 +133,39 @@ class _Walked:
         return self.comparison.finding is None or not self.comparison.finding.breaks_promise
 
 
-def _walk(ranks: Ranks, report: ParityReport, jobs: dict[str, JobConfig], step: int, timeout_s: float) -> _Walked:
+def _walk(
+    ranks: Ranks, report: ParityReport, jobs: dict[str, JobConfig], step: int, *, bitwise: bool, timeout_s: float
+) -> _Walked:
     replayed: dict[str, Replayed] = {}
     with watch(list(jobs), step + 1, show=ranks.is_main) as watcher:
         for name, its_job in jobs.items():
             engine, on_progress = "single" if name == REFEREE else name, watcher.begin(name)
             replayed[name] = replay(ranks, engine, its_job, step, on_progress=on_progress, timeout_s=timeout_s)
-    return _Walked(step, replayed, _compare(replayed, report, jobs))
+    reference, candidate = replayed[report.reference].walks, replayed[report.candidate].walks
+    bound = ErrorBound.of(
+        Grade.COMPILER if report.asked is Grade.BITWISE else report.asked,
+        jobs[report.candidate],
+        reference_ranks=len(reference),
+        candidate_ranks=len(candidate),
+    )
+    comparison = compare_walks(reference, candidate, replayed[REFEREE].walks[0], bound, bitwise=bitwise)
+    return _Walked(step, replayed, comparison)
 
 
-def _first_unsound(walk_at: Callable[[int], _Walked], sound: int, last: int) -> _Walked | None:
-    """The first step after `sound` that is not, up to `last`, by halving; None if that is sound too.
+def _first_unsound(walk_at: Callable[[int], _Walked], sound: int, report: ParityReport) -> _Walked | None:
+    """The first step after `sound` that is not, by halving; None if none is found.
 
-    What is wrong in a step leaves wrong parameters to all later ones.
+    What is wrong in a step usually leaves wrong parameters to all later ones. Where the last is sound all the same, the
+    one whose loss is furthest off is tried.
     """
-    if sound == last or (found := walk_at(last)).is_sound:
+    last = len(report.steps) - 1
+    if sound == last:
         return None
+    found = walk_at(last)
+    if found.is_sound:
+        suspect = max(report.steps, key=lambda row: row.loss_diff).step
+        found = walk_at(suspect) if sound < suspect < last else found
+        return None if found.is_sound else found
     while found.step - sound > 1:
         middle = walk_at((sound + found.step) // 2)
         if middle.is_sound:
@@ -153,25 +173,6 @@ def _first_unsound(walk_at: Callable[[int], _Walked], sound: int, last: int) -> 
         else:
             found = middle
     return found
-
-
-def _compare(replayed: dict[str, Replayed], report: ParityReport, jobs: dict[str, JobConfig]) -> WalkComparison:
-    reference, candidate = replayed[report.reference], replayed[report.candidate]
-    ours = jobs[report.candidate]
-    grade = expected_grade(
-        jobs[report.reference],
-        report.reference,
-        report.candidate,
-        candidate_job=ours,
-    )
-    bitwise = report.asked is Grade.BITWISE and grade is Grade.BITWISE
-    bound = ErrorBound.of(
-        Grade.COMPILER if report.asked is Grade.BITWISE else report.asked,
-        ours,
-        reference_ranks=len(reference.walks),
-        candidate_ranks=len(candidate.walks),
-    )
-    return compare_walks(reference.walks, candidate.walks, replayed[REFEREE].walks[0], bound, bitwise=bitwise)
 
 
 def _notes(

@@ -90,15 +90,19 @@ def _title(explanation: Explanation) -> str:
     finding, step = explanation.finding, explanation.step
     if not explanation.rows:
         return f"NOTHING TO EXPLAIN: {explanation.candidate} has the bits of {explanation.reference} at every step"
+    if finding is not None and finding.breaks_promise:
+        return f"FIRST DIVERGENCE: step {step}, {finding.row.place}"
+    bisection = explanation.bisection
+    if bisection is not None and bisection.guilty is not None:
+        return f"FIRST DIVERGENCE: step {step}, brought in by the stage {bisection.guilty}"
+    if not explanation.passed:
+        return f"NOT FOUND: the pair fails, and step {step}, replayed, is within rounding at every place"
     if finding is not None:
-        kind = "FIRST DIVERGENCE" if finding.breaks_promise else "NO DIVERGENCE BUT ROUNDING, which is first seen at"
-        return f"{kind}: step {step}, {finding.row.place}"
-    if explanation.bisection is not None and explanation.bisection.guilty is not None:
-        return f"FIRST DIVERGENCE: step {step}, brought in by the stage {explanation.bisection.guilty}"
-    changing = explanation.bisection.changing if explanation.bisection is not None else None
-    if changing is not None:
+        return f"NO DIVERGENCE BUT ROUNDING, which is first seen at: step {step}, {finding.row.place}"
+    if bisection is not None and bisection.changing is not None:
         return (
-            f"NO DIVERGENCE BUT ROUNDING, which the stage {changing} brings in; uncompiled, step {step} has equal bits"
+            f"NO DIVERGENCE BUT ROUNDING, which the stage {bisection.changing} brings in; without it step {step} has "
+            "equal bits"
         )
     return f"NOTHING FOUND: step {step}, replayed, has equal bits at every place"
 

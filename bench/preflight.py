@@ -77,14 +77,14 @@ def settle(job: JobConfig, reference: str, engines: Iterable[str], out: Path, *,
     _check_trainable(model, job, names)
     _check_chance(workload)
     _check_memory(model, job, alive)
-    if not all(map(is_own, used)):  # a user's own engine may make of a model what it cannot be by itself
-        _check_forward(workload.job)
     at_home = [compilers_of(name, job) for name in used if not is_own(name)]  # the user's own may do without
     if any(compilers.model == "inductor" for compilers in at_home):
         check_compiler("backend")
     if any(compilers.blocks == "inductor" for compilers in at_home):
         check_compiler("block_backend")
     check_writable(out)
+    if not all(map(is_own, used)):  # a user's own engine may make of a model what it cannot be by itself
+        _check_forward(workload.job)
     return workload.job
 
 
@@ -239,7 +239,7 @@ def _check_block_backend(model: nn.Module, job: JobConfig, plan: BucketPlan, eng
     """See that an engine lets its blocks be compiled, and that the model has some without hooks inside."""
     if job.block_backend == "eager":
         return
-    followers = [name for name in engines if compilers_of(name, job).blocks != "eager"]
+    followers = [name for name in engines if compilers_of(name, job).blocks]
     if not followers:
         raise ConfigError(
             f"block_backend {job.block_backend}: expected an engine that leaves the model's code as it is, found "

@@ -107,7 +107,7 @@ def stage_jobs(engine: str, job: JobConfig) -> dict[str, JobConfig]:
     if not compilers.all:
         return {}
     jobs = {UNCOMPILED: walkable(engine, job)}
-    if compilers.model == "eager":
+    if compilers.model is None:
         backends = (AOT_EAGER, INDUCTOR) if job.block_backend == INDUCTOR else (AOT_EAGER,)
         return jobs | {backend: replace(job, block_backend=backend) for backend in backends}
     traced = replace(job, backend=AOT_EAGER)

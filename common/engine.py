@@ -33,7 +33,8 @@ SHORT_NAMES = {
 """Import paths of the engines at home; whatever is not among them is a user's own."""
 
 _BLOCKWISE = ("eager", "torch-fsdp2", "torch-fsdp2-prefetch", "ddp")
-_UNCOMPILED = "eager"
+NO_COMPILER = "eager"
+"""What a job's backend is called that compiles nothing."""
 
 
 class Parallelize(Protocol):
@@ -59,20 +60,20 @@ class Engine:
 
 @dataclass(frozen=True)
 class Compilers:
-    """The backends that may compile what an engine runs, "eager" for none.
+    """The backends that may compile what an engine runs, None where nothing does.
 
     Attributes:
         model: of the model as a whole.
         blocks: of each repeated block, see `common.blocks`.
     """
 
-    model: str
-    blocks: str
+    model: str | None
+    blocks: str | None
 
     @property
     def all(self) -> set[str]:
-        """Those that do compile."""
-        return {self.model, self.blocks} - {_UNCOMPILED}
+        """Both, where there are any."""
+        return {backend for backend in (self.model, self.blocks) if backend is not None}
 
 
 def import_path(engine: str) -> str:
@@ -88,9 +89,12 @@ def is_own(engine: str) -> bool:
 def compilers_of(engine: str, job: JobConfig) -> Compilers:
     """What may compile an engine on this job; a user's own is taken to follow both of the job's backends."""
     path = import_path(engine)
-    may_whole = is_own(path) or path == SHORT_NAMES["compiled"]
-    may_blocks = is_own(path) or path in map(import_path, _BLOCKWISE)
-    return Compilers(job.backend if may_whole else _UNCOMPILED, job.block_backend if may_blocks else _UNCOMPILED)
+    follows_whole = is_own(path) or path == SHORT_NAMES["compiled"]
+    follows_blocks = is_own(path) or path in map(import_path, _BLOCKWISE)
+    return Compilers(
+        model=job.backend if follows_whole and job.backend != NO_COMPILER else None,
+        blocks=job.block_backend if follows_blocks and job.block_backend != NO_COMPILER else None,
+    )
 
 
 def load_engine(name: str) -> Engine:

@@ -9,8 +9,9 @@
 
 A bare tuple of three is a task too, so that code outside this repository needs nothing from it. Its parts:
 
-model   any module. It is called with the inputs: one tensor, a tuple (`model(*inputs)`) or a dict (`model(**inputs)`).
-        What it returns goes to the loss as it is, a dict or a dataclass too.
+model   a module whose parameters are real numbers, which neither forward nor loss changes. It is called with the
+        inputs: one tensor, a tuple (`model(*inputs)`) or a dict (`model(**inputs)`). What it returns goes to the loss
+        as it is, a dict or a dataclass too.
 batch   `batch(step, size)` returns `(inputs, targets)`, the whole batch of that step: each tensor in them, however
         nested, has `size` samples in dimension 0. What is no tensor (None, a number, a word) goes along as it is.
 loss    `loss(output, targets)` returns the mean over samples, a tensor of no dimensions.

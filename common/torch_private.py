@@ -269,21 +269,26 @@ def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[..., Any]]) 
         library._destroy()
 
 
+class _Noted(threading.local):
+    """A kernel runs on the thread that issues its operation, and backward may issue on another than forward."""
+
+    factor: float | None = None
+
+
 @contextmanager
 def noted_factors() -> Iterator[Callable[[], float | None]]:
     """Within the context, tells the factor of the premultiplied sum that this thread is issuing, None of other calls.
 
     A kernel is told a reduction's name only, so the methods of groups that take one are wrapped, and note it.
     """
-    noted = threading.local()
+    noted = _Noted()
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def issue(*args: Any, **kwargs: Any) -> Any:
             given = [getattr(value, "reduceOp", value) for value in (*args, *kwargs.values())]
-            reductions = [value for value in given if isinstance(value, torch.distributed.ReduceOp)]
-            state: Any = reductions[0].__getstate__() if reductions else (None, None)
-            _, noted.factor = state
+            states: list[Any] = [op.__getstate__() for op in given if isinstance(op, torch.distributed.ReduceOp)]
+            noted.factor = next((float(factor) for _, factor in states if factor is not None), None)
             try:
                 return method(*args, **kwargs)
             finally:
@@ -291,16 +296,12 @@ def noted_factors() -> Iterator[Callable[[], float | None]]:
 
         return issue
 
-    def factor() -> float | None:
-        found = getattr(noted, "factor", None)
-        return None if found is None else float(found)
-
-    # not by getattr, which makes of a method a function that would not be bound again
+    # what the class holds, to be put back; a function that `getattr` makes of it would not be bound to a group again
     originals = {name: method for name, method in vars(ProcessGroup).items() if "reduce" in name}
     for name in originals:
         setattr(ProcessGroup, name, noting(getattr(ProcessGroup, name)))
     try:
-        yield factor
+        yield lambda: noted.factor
     finally:
         for name, method in originals.items():
             setattr(ProcessGroup, name, method)

@@ -2,7 +2,9 @@
 
 A weight that is tied, or used in two places, is traced as two reads, and their gradients are added where the reads
 meet: at the shard. The eager engine has one whole weight, and autograd adds the whole gradients before they are cast
-and reduced. Done in a graph the same way, in the same order, the two engines stay equal to the bit.
+and reduced. Done in a graph the same way, in the same order, the two engines stay equal to the bit. On several ranks
+`merge_repeated_reads` does so; on one, where nothing is gathered or reduced, what is left of a read are its casts, and
+`add_before_casts` does.
 
 Counterpart: none; under hooks all modules that read a parameter hold the same whole weight.
 """
@@ -34,12 +36,7 @@ aten = torch.ops.aten
 
 
 def merge_repeated_reads(gm: GraphModule) -> GraphModule:
-    """Gather a parameter once and reduce its gradient once, however often the model reads it.
-
-    A weight that is read twice (tied, or used in two places) is traced as two gathers and two reductions whose
-    results are added. The eager engine gathers once, and autograd adds the two whole gradients before the one
-    reduction. Done here the same way, in the same order, the two stay equal to the bit.
-    """
+    """Gather a parameter once and reduce its gradient once, however often the model reads it."""
     graph = gm.graph
     first: dict[tuple[Any, ...], Collective] = {}
     for gather in find_gathers(graph):
@@ -59,6 +56,31 @@ def merge_repeated_reads(gm: GraphModule) -> GraphModule:
         if not reduction.wait.users:  # a wait counts as a side effect, so that it outlives its users
             graph.erase_node(reduction.wait)
             graph.erase_node(reduction.start)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return gm
+
+
+def add_before_casts(gm: GraphModule, *, params: Mapping[int, str], policy: MixedPrecisionPolicy) -> GraphModule:
+    """On one rank, where nothing is gathered or reduced: add the gradients of repeated reads before they are cast.
+
+    Replaces add(cast(a), cast(b)) by cast(add(a, b)) where the casts are those that the policy gives each read.
+
+    Args:
+        gm: a joint graph.
+        params: parameter name by index among the traced function's inputs.
+        policy: dtypes of compute and reduction.
+    """
+    graph = gm.graph
+    for name, gradient in gradients_of(graph, params):
+        dtypes = _dtypes_of_read(gradient.meta["val"], policy)
+        if len(dtypes) > 1 and is_call(gradient, aten.add.Tensor):
+            value = _added(graph, name, gradient, dtypes)
+            with graph.inserting_before(gradient):
+                builder = Builder(graph, like=gradient)
+                for dtype in dtypes[1:]:
+                    value = builder.call(aten._to_copy.default, value, dtype=dtype)
+            gradient.replace_all_uses_with(value)
     graph.eliminate_dead_code()
     graph.lint()
     return gm
@@ -134,45 +156,23 @@ def _positions(graph: Graph) -> dict[Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def add_before_casts(gm: GraphModule, *, params: Mapping[int, str], policy: MixedPrecisionPolicy) -> GraphModule:
-    """On one rank, where nothing is gathered or reduced: add the gradients of repeated reads before they are cast.
-
-    Replaces add(cast(a), cast(b)) by cast(add(a, b)) where the casts are those that the policy gives each read.
-
-    Args:
-        gm: a joint graph.
-        params: parameter name by index among the traced function's inputs.
-        policy: dtypes of compute and reduction.
-    """
-    graph = gm.graph
-    for _, gradient in gradients_of(graph, params):
-        dtypes = _dtypes_of_read(gradient.meta["val"], policy)
-        if len(dtypes) > 1 and is_call(gradient, aten.add.Tensor):
-            value = _added(graph, gradient, dtypes)
-            with graph.inserting_before(gradient):
-                builder = Builder(graph, like=gradient)
-                for dtype in dtypes[1:]:
-                    value = builder.call(aten._to_copy.default, value, dtype=dtype)
-            gradient.replace_all_uses_with(value)
-    graph.eliminate_dead_code()
-    graph.lint()
-    return gm
-
-
 def _dtypes_of_read(gradient: torch.Tensor, policy: MixedPrecisionPolicy) -> list[torch.dtype]:
     """What a read's gradient is made in, and then cast to, each other than the one before it."""
     passed = [policy.compute_dtype(gradient), policy.reduction_dtype(gradient), gradient.dtype]
     return [dtype for i, dtype in enumerate(passed) if i == 0 or dtype is not passed[i - 1]]
 
 
-def _added(graph: Graph, node: Node, dtypes: list[torch.dtype]) -> Node:
+def _added(graph: Graph, name: str, node: Node, dtypes: list[torch.dtype]) -> Node:
     """The value of `node`, a sum of reads' gradients or one of them, before its casts."""
     if is_call(node, aten.add.Tensor):
-        first, second = (_added(graph, source, dtypes) for source in node.args)  # type: ignore[arg-type]
+        first, second = (_added(graph, name, source, dtypes) for source in node.args)  # type: ignore[arg-type]
         with graph.inserting_before(node):
             return Builder(graph, like=node).call(aten.add.Tensor, first, second)
     for dtype in reversed(dtypes[1:]):
         if not is_cast(node) or node.meta["val"].dtype is not dtype:
-            raise PassError(f"trace: expected the gradient of a read cast to {dtype}, found {node.format_node()}")
+            raise PassError(
+                f"trace: expected the gradient of each read of {name!r} cast to {dtype}, found {node.format_node()}; "
+                "is the parameter read in another way than through its module?"
+            )
         (node,) = node.all_input_nodes
     return node

@@ -14,9 +14,10 @@ from bench.explain import Explanation, explain
 from bench.explanation_tables import explanation_document
 from bench.stages import INDUCTOR, TRACED, UNCOMPILED, Bisection, StageRow, bisect, stage_jobs
 from common.harness.compare import compare_runs
-from common.harness.divergence import UNJOINED, PlaceRow, compare_walks, describe_elements
+from common.harness.divergence import Finding, PlaceRow, compare_walks, describe_elements
 from common.harness.grades import ErrorBound, Grade
 from common.harness.instruments.walk import Phase, Place, Walk, What
+from common.harness.joining import UNJOINED
 from common.harness.launch import RankPool
 from common.harness.records import json_ready
 from common.harness.replay import replay, walkable
@@ -77,21 +78,45 @@ def test_ranks_are_put_together_where_their_batch_is(dim: int) -> None:
 
 
 def test_an_output_that_holds_nothing_of_the_batch_is_the_same_on_all_ranks() -> None:
-    """Such as that of a table of positions; its gradient is the mean over ranks, and one rank that is off is seen."""
+    """Such as that of a table of positions; its gradient is the mean over ranks, and an output that is off is seen."""
     one: Walk = {OUTPUT: ROWS, OUTPUT_GRADIENT: ROWS}
     ranks: list[Walk] = [{OUTPUT: ROWS, OUTPUT_GRADIENT: factor * ROWS} for factor in (0.5, 1.5)]
     assert compare_walks([one], ranks, _double(one), BOUND, bitwise=True).finding is None
-    ranks[1][OUTPUT] = ROWS + 1
+    for rank in ranks:
+        rank[OUTPUT] = ROWS + 1
     finding = compare_walks([one], ranks, _double(one), BOUND).finding
     assert finding is not None and finding.breaks_promise and finding.row.place == "forward: output of 'layer'"
+    assert finding.where == "all 12 elements"
 
 
-def test_ranks_that_cannot_be_put_together_are_no_finding() -> None:
-    """What a rank makes of its rows may have a size of its own; other places tell of what is wrong."""
-    one: Walk = {OUTPUT: torch.ones(1, 5), LATER: ROWS}
-    ranks: list[Walk] = [{OUTPUT: torch.ones(2, 5), LATER: half} for half in ROWS.tensor_split(2)]
+@pytest.mark.parametrize("shape", [(), (3,), (1, 5), (2, 5)])
+def test_what_a_rank_makes_of_its_own_rows_is_no_finding(shape: tuple[int, ...]) -> None:
+    """Such as a loss beside the loss or a mean over the batch, of whatever size; other places tell of what is wrong."""
+    one: Walk = {OUTPUT: torch.ones(1, 5) if len(shape) == 2 else torch.ones(shape), LATER: ROWS}
+    halves = zip((0.5, 1.5), ROWS.tensor_split(2), strict=True)
+    ranks: list[Walk] = [{OUTPUT: torch.full(shape, mean), LATER: half} for mean, half in halves]
     divergence = compare_walks([one], ranks, _double(one), BOUND)
-    assert divergence.finding is None and divergence.rows[0].note == UNJOINED
+    assert divergence.finding is None
+    assert divergence.rows[0].note == UNJOINED and not divergence.rows[0].is_astray
+
+
+def test_what_all_ranks_should_have_alike_is_looked_at_on_each() -> None:
+    """A parameter that rank 1 alone reads wrongly is wrong, also where one process has nothing to lay beside rank 1."""
+    one: Walk = {READ: ROWS, OUTPUT: ROWS}
+    ranks: list[Walk] = [{READ: ROWS + rank, OUTPUT: half} for rank, half in enumerate(ROWS.tensor_split(2))]
+    finding = compare_walks([one], ranks, _double(one), BOUND).finding
+    assert finding is not None and finding.breaks_promise and finding.row.what is What.READ
+    assert not any("mean" in cause for cause in finding.causes), "no gradient's cause for what is none"
+
+
+def test_rows_are_those_of_the_dimension_in_which_the_batch_is() -> None:
+    """Where batch comes second, ranks own slices of that dimension."""
+    one: Walk = {OUTPUT: ROWS.T}
+    ranks: list[Walk] = [{OUTPUT: half} for half in ROWS.T.tensor_split(2, 1)]
+    ranks[1][OUTPUT] = ranks[1][OUTPUT] + 1
+    finding = compare_walks([one], ranks, _double(one), BOUND).finding
+    assert finding is not None
+    assert finding.where == "6 of 12 elements, in 2 of 4 slices of dimension 1 (2-3), all of the batch of rank 1"
 
 
 # What is found
@@ -236,6 +261,11 @@ def test_the_title_names_the_stage_that_changes_bits() -> None:
     row = PlaceRow(**{field.name: None for field in fields(PlaceRow)})
     found = Explanation("eager", "compiled", 0, "compiler", True, (row,), None, bisection)
     assert "the stage inductor brings in" in explanation_document(found).title
+    rounding = Finding(row, False, "all", (), 0.0, 0.0, ())
+    guilty = replace(bisection, rows=(same, replace(changing, passed=False)))
+    failing = replace(found, passed=False, finding=rounding)
+    assert "FIRST DIVERGENCE" in explanation_document(replace(failing, bisection=guilty)).title
+    assert explanation_document(replace(failing, bisection=None)).title.startswith("NOT FOUND")
     none = replace(found, bisection=replace(bisection, rows=(same,)))
     assert explanation_document(none).title.startswith("NOTHING FOUND")
 

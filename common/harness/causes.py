@@ -31,7 +31,7 @@ from common.harness.distance import relative_error, row_errors
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CLOSE = 0.1
-"""Relative error below which one explanation is believed; the faults looked for here are off by 0.4 and more."""
+"""Relative error below which one explanation is believed; of a factor near 1, the same share of what it is off."""
 _ROUNDED = math.sqrt(1 / 12 * 1 / 2)
 """Root mean square of a rounding's relative error, in eps: uniform within half a step, of numbers x spread over [1, 2],
 of which the mean of 1 / x^2 is a half."""
@@ -101,18 +101,20 @@ class _Suspect:
         rows = len(self.truth)
         ours, theirs = self.gradient.reshape(rows, -1), self.truth.reshape(rows, -1)
         wrong = (row_errors(ours, theirs) > CLOSE).nonzero().flatten().tolist()
+        has_values = theirs.any(1)
         for rank, chunk in enumerate(_chunks(rows, self.ranks)):
             # a table's rows of tokens that do not occur are right whatever happens, and prove nothing
-            proven = any(theirs[i].any() for i in range(rows) if i not in chunk)
+            proven = bool(has_values[: chunk.start].any() or has_values[chunk.stop :].any())
             if wrong and proven and set(wrong) <= set(chunk):
                 whose = f"of rank {rank}" + (", the last," if rank == self.ranks - 1 else "")
                 which = f"all rows {whose}" if wrong == list(chunk) else f"{len(wrong)} of {len(chunk)} rows {whose}"
-                few = _few_elements(ours[wrong], theirs[wrong])
-                part = _explain(ours[wrong], theirs[wrong], self.ranks) or few or "no multiple of what they should be"
-                uneven = "; perhaps padding, or an uneven shard" if rows % self.ranks and part != few else ""
-                return f"{which} are wrong, the others right: {part}{uneven}"
+                part = _explain(ours[wrong], theirs[wrong], self.ranks)
+                few = None if part else _few_elements(ours[wrong], theirs[wrong])
+                uneven = "; perhaps padding, or an uneven shard" if rows % self.ranks and not few else ""
+                how = part or few or "no multiple of what they should be"
+                return f"{which} are wrong, the others right: {how}{uneven}"
         lost = [i for i in wrong if not ours[i].any() and theirs[i].any()]
-        if lost and len(lost) > len(wrong) / 2 and not _fewer_tokens(ours, theirs):
+        if lost and len(lost) > len(wrong) / 2 and tokens_seen(ours, theirs) != "fewer":
             return (
                 f"zero in {len(lost)} rows that should not be, as if a use of it is missing: a tied weight untied, "
                 "or rows never written"
@@ -134,9 +136,8 @@ def _explain(gradient: Tensor, truth: Tensor, ranks: int) -> str | None:
     factor = float((gradient / theirs * (truth / theirs)).sum())
     off = abs(factor - 1)
     if off > _SHOWN and relative_error(gradient, factor * truth) < CLOSE * min(1.0, 2 * off):
-        if truth.numel() == 1:
-            return f"{factor:.4g} times what it should be: one element tells no more"
-        return _of_factor(factor, ranks)
+        alone = "" if truth.numel() > 1 else " (a single element, of which any error is a multiple)"
+        return _of_factor(factor, ranks) + alone
     error = relative_error(gradient, truth)
     for rows in (1, -1) if truth.dim() and len(truth) > 2 else ():
         # the whole, or each shard by itself
@@ -161,19 +162,21 @@ def _of_factor(factor: float, ranks: int) -> str:
     if abs(factor - 1) <= CLOSE:
         shown = 1 + float(f"{factor - 1:.2g}")
         return f"scaled by {shown:.6g}, all elements alike: a divisor or a loss scale of its own"
-    twice = "" if ranks != 2 else ", or added twice"
-    known = {
-        2.0: "2 times the mean: added twice",
-        -1.0: "the wrong sign",
-        float(ranks): f"{ranks} times the mean: summed over ranks, not averaged{twice}",
-        1.0 / ranks: f"1/{ranks} of the mean: averaged twice",
-        math.sqrt(ranks): f"sqrt({ranks}) times the mean: scaled by the norm of one rank's shard, not of all",
-        1 / math.sqrt(ranks): f"1/sqrt({ranks}) of the mean: scaled by the norm of one rank's shard, not of all",
-    }
-    for value, cause in known.items():
-        if abs(factor / value - 1) < CLOSE / 2:
-            return cause
-    return f"{factor:.3g} times the mean: a divisor or a loss scale of its own"
+    root = math.sqrt(ranks)
+    known = [
+        (float(ranks), f"{ranks} times the mean", "summed over ranks, not averaged"),
+        (1 / ranks, f"1/{ranks} of the mean", "averaged twice"),
+        (2.0, "2 times the mean", "added twice"),
+        (root, f"sqrt({ranks}) times the mean", "scaled by the norm of one rank's shard, not of all"),
+        (1 / root, f"1/sqrt({ranks}) of the mean", "scaled by the norm of one rank's shard, not of all"),
+        (-1.0, "the wrong sign", ""),
+    ]
+    fitting = [(what, cause) for value, what, cause in known if abs(factor / value - 1) < CLOSE / 2]
+    if not fitting:
+        return f"{factor:.3g} times the mean: a divisor or a loss scale of its own"
+    what, _ = fitting[0]
+    causes = ", or ".join(cause for _, cause in fitting if cause)
+    return f"{what}: {causes}" if causes else what
 
 
 def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[str, Tensor], ranks: int) -> str | None:
@@ -208,7 +211,7 @@ def _of_all(names: list[str], candidate: Mapping[str, Tensor], referee: Mapping[
 
 
 def _of_rounding(gradients: list[Tensor], error: float) -> str | None:
-    dtype = narrow_grid({str(i): gradient for i, gradient in enumerate(gradients)}, gradients[0].dtype)
+    dtype = narrow_grid(gradients, gradients[0].dtype)
     if dtype is not None:
         return f"off by {error:.1g}, every element a {dtype} number: reduced or stored in {dtype}"
     return of_small_error(error, "something that leads to it")
@@ -244,10 +247,6 @@ def tokens_seen(gradient: Tensor, truth: Tensor) -> str:
     return "other" if bool((ours & ~theirs).any()) else "fewer"
 
 
-def _fewer_tokens(ours: Tensor, theirs: Tensor) -> bool:
-    return tokens_seen(ours, theirs) == "fewer"
-
-
 def _chunks(rows: int, ranks: int) -> Iterator[range]:
     """The rows of each rank."""
     size = -(-rows // ranks)
@@ -255,12 +254,12 @@ def _chunks(rows: int, ranks: int) -> Iterator[range]:
         yield range(min(rank * size, rows), min((rank + 1) * size, rows))
 
 
-def narrow_grid(gradients: Mapping[str, Tensor], wide: torch.dtype) -> str | None:
+def narrow_grid(gradients: Iterable[Tensor], wide: torch.dtype) -> str | None:
     """The dtype narrower than `wide` in which every element of every gradient is exact; None if there is none.
 
     A mean over ranks in `wide` does not leave all of them there: sums of narrow numbers need more digits.
     """
-    large = [gradient for gradient in gradients.values() if gradient.numel() >= _FEW and gradient.any()]
+    large = [gradient for gradient in gradients if gradient.numel() >= _FEW and gradient.any()]
     for name, narrow in _NARROW.items():
         if large and narrow.itemsize < wide.itemsize and all(_is_exact(gradient, narrow) for gradient in large):
             return name

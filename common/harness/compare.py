@@ -172,7 +172,7 @@ def _narrow(candidate: Run) -> list[str]:
     """A reduction in a narrower dtype than asked, which no error bound can see when the compute dtype is narrow too."""
     record, gradients = candidate
     wide = min((record.job["reduce_dtype"], record.job["dtype"]), key=lambda name: DTYPES[name].itemsize)
-    grid = narrow_grid(gradients, DTYPES[wide]) if record.world_size > 1 else None
+    grid = narrow_grid(gradients.values(), DTYPES[wide]) if record.world_size > 1 else None
     if grid is None:
         return []
     return [

@@ -1,16 +1,11 @@
 """Where two walks through one step part: each place of the step on both sides, in order, and what is wrong there.
 
 Two runs of as many ranks are laid side by side rank by rank; otherwise ranks are put together to one process's step
-first: outputs are the ranks' rows one after the other, in whichever dimension the batch is, gradients of outputs too
-but W times as small, since a rank's loss is the mean over its own rows, and gradients before reduction are averaged in
-float64. An output that is as large on a rank as on one process, such as that of a table of positions, holds nothing of
-the batch: ranks have the same, and its gradient is averaged.
+first, see `joining`.
 
 A place is astray if its error against the float64 walk exceeds what the grade allows a gradient of that size, see
 [Note: error model] in `grades`. That bound was derived for gradients. On the way to them errors are rather smaller, and
 it names a place here, it fails nothing.
-
-Left out: tensors that ranks cut in yet another way are compared only between as many ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +20,7 @@ from common.harness.causes import likely_causes
 from common.harness.distance import max_ulp, relative_error
 from common.harness.grades import ErrorBound
 from common.harness.instruments.walk import WHOLE, Phase, Place, Walk, What
-
-UNJOINED = "ranks have other shapes than one process, and are not put together"
-BATCH = (What.BATCH, What.OUTPUT, What.OUTPUT_GRADIENT)
-"""What a rank has its own rows of."""
+from common.harness.joining import BATCH, UNJOINED, join, side_by_side
 
 
 @dataclass(frozen=True)
@@ -44,6 +36,7 @@ class PlaceRow:
         reference_error, candidate_error: relative L2 error against float64; None where that has no such tensor.
         limit: the largest `candidate_error` that is not astray.
         note: what can't be compared, and why; else None.
+        is_comparable: false of what ranks have for themselves and one process does not have at all.
     """
 
     phase: str
@@ -57,12 +50,13 @@ class PlaceRow:
     candidate_error: float | None = None
     limit: float | None = None
     note: str | None = None
+    is_comparable: bool = True
 
     @property
     def is_astray(self) -> bool:
         """Whether the candidate is further from float64 than its grade allows."""
         if self.note is not None:
-            return self.note != UNJOINED
+            return self.is_comparable
         return self.limit is not None and self.candidate_error is not None and not self.candidate_error <= self.limit
 
     @property
@@ -113,6 +107,7 @@ class _Pair:
     Attributes:
         reference, candidate: tensors of all ranks, as they are compared.
         stacked: whether these have a dimension of ranks in front.
+        dim: else, the one along which ranks have their shares; None if each has all of it.
         whole, truth: the candidate's as one process would have it, and the same in float64, None if there is none.
     """
 
@@ -121,6 +116,7 @@ class _Pair:
     reference: torch.Tensor
     candidate: torch.Tensor
     stacked: bool = False
+    dim: int | None = 0
     whole: torch.Tensor | None = None
     truth: torch.Tensor | None = None
 
@@ -158,17 +154,17 @@ def _pair(
         if any(place not in walk for walk in walks[: 1 if place.what in WHOLE else None]):
             return _Pair(place, _noted(place, f"the {side} has none"), nothing, nothing)
     truth = referee.get(place) if referee is not None else None
-    one = (
-        truth
-        if truth is not None
-        else next((side[0][place] for side in (reference, candidate) if len(side) == 1), None)
-    )
+    alone = [side[0][place] for side in (reference, candidate) if len(side) == 1]
+    one = truth if truth is not None else next(iter(alone), None)
+    their_whole, our_whole = join(place, reference, one), join(place, candidate, one)
     alike = len(reference) == len(candidate)
-    theirs, ours = (
-        _side_by_side(place, walks) if alike else _whole(place, walks, one) for walks in (reference, candidate)
-    )
-    if theirs is None or ours is None:
-        return _Pair(place, _noted(place, UNJOINED), nothing, nothing)
+    dim: int | None = 0
+    if alike:
+        theirs, ours = side_by_side(place, reference), side_by_side(place, candidate)
+    elif their_whole is None or our_whole is None:
+        return _Pair(place, replace(_noted(place, UNJOINED), is_comparable=False), nothing, nothing)
+    else:
+        theirs, ours, dim = their_whole.tensor, our_whole.tensor, our_whole.dim
     if theirs.shape != ours.shape:
         note = f"expected shape {list(theirs.shape)}, found {list(ours.shape)}"
         return _Pair(place, _noted(place, note), nothing, nothing)
@@ -182,67 +178,19 @@ def _pair(
         relative_distance=relative_error(ours, theirs),
     )
     stacked = alike and len(reference) > 1 and place.what not in WHOLE and place.what not in BATCH
-    their_whole, our_whole = (_whole(place, walks, one) for walks in (reference, candidate))
+    pair = _Pair(place, row, theirs, ours, stacked, dim)
     if truth is None or not truth.is_floating_point() or their_whole is None or our_whole is None:
-        return _Pair(place, row, theirs, ours, stacked)
-    if truth.shape != our_whole.shape or truth.shape != their_whole.shape:
-        return _Pair(place, row, theirs, ours, stacked)
-    their_error, our_error = relative_error(their_whole, truth), relative_error(our_whole, truth)
+        return pair
+    if not truth.shape == our_whole.tensor.shape == their_whole.tensor.shape:
+        return pair
+    their_error, our_error = (relative_error(each.tensor, truth) for each in (their_whole, our_whole))
     limit = bound.gradient_limit(their_error, truth.numel())
     row = replace(row, reference_error=their_error, candidate_error=our_error, limit=limit)
-    return _Pair(place, row, theirs, ours, stacked, our_whole, truth)
+    return replace(pair, row=row, whole=our_whole.tensor, truth=truth)
 
 
 def _noted(place: Place, note: str) -> PlaceRow:
     return PlaceRow(place.phase, place.what, place.name, 0, 0, None, math.inf, note=note)
-
-
-def _side_by_side(place: Place, walks: Sequence[Walk]) -> torch.Tensor:
-    """The tensors of all ranks: rows of the batch one after the other, what each rank has for itself stacked."""
-    if place.what in WHOLE or len(walks) == 1:
-        return walks[0][place]
-    tensors = [walk[place] for walk in walks]
-    return torch.cat(tensors) if place.what in BATCH and tensors[0].dim() else torch.stack(tensors)
-
-
-def _whole(place: Place, walks: Sequence[Walk], one: torch.Tensor | None) -> torch.Tensor | None:
-    """What one process would have in the place of all ranks; `one` is what one has. None if there is no way to tell."""
-    if place.what in WHOLE or len(walks) == 1:
-        return walks[0][place]
-    tensors = [walk[place] for walk in walks]
-    if place.what in (What.LOSS, What.LOCAL_GRADIENT):
-        return _mean(tensors)
-    if place.what not in BATCH or not tensors[0].dim():
-        return tensors[0]
-    if one is not None and all(tensor.shape == one.shape for tensor in tensors):
-        return _mean(tensors) if place.what is What.OUTPUT_GRADIENT else _furthest(tensors, one)
-    dim = 0 if one is None else _batch_dim(tensors, one)
-    if dim is None:
-        return None
-    rows = torch.cat(tensors, dim)
-    return rows / len(walks) if place.what is What.OUTPUT_GRADIENT else rows
-
-
-def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
-
-
-def _furthest(tensors: Sequence[torch.Tensor], one: torch.Tensor) -> torch.Tensor:
-    """Of tensors that should all be equal, the one that is furthest from what it should be."""
-    return max(tensors, key=lambda tensor: relative_error(tensor, one))
-
-
-def _batch_dim(tensors: Sequence[torch.Tensor], one: torch.Tensor) -> int | None:
-    """The dimension in which the ranks' tensors add up to one process's."""
-    for dim in range(one.dim()):
-        sizes = [list(tensor.shape) for tensor in tensors]
-        if any(len(size) != one.dim() for size in sizes):
-            return None
-        whole = sum(size.pop(dim) for size in sizes)
-        rest = [*one.shape[:dim], *one.shape[dim + 1 :]]
-        if whole == one.shape[dim] and all(size == rest for size in sizes):
-            return dim
-    return None
 
 
 def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -262,7 +210,7 @@ def _finding(pair: _Pair, pairs: Sequence[_Pair], ranks: int, *, breaks_promise:
     return Finding(
         row=pair.row,
         breaks_promise=breaks_promise,
-        where=describe_elements(_differing(theirs, ours), pair.place, ranks, stacked=pair.stacked),
+        where=describe_elements(_differing(theirs, ours), pair.place, ranks, stacked=pair.stacked, dim=pair.dim),
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), theirs.shape)),
         reference_value=float(theirs.reshape(-1)[flat]),
         candidate_value=float(ours.reshape(-1)[flat]),
@@ -270,13 +218,16 @@ def _finding(pair: _Pair, pairs: Sequence[_Pair], ranks: int, *, breaks_promise:
     )
 
 
-def describe_elements(differing: torch.Tensor, place: Place, ranks: int, *, stacked: bool = False) -> str:
+def describe_elements(
+    differing: torch.Tensor, place: Place, ranks: int, *, stacked: bool = False, dim: int | None = 0
+) -> str:
     """Which elements are marked, in words: all, some rows, and whose they are.
 
     Args:
         differing: [rows, ...], or [ranks, rows, ...] if `stacked`; bool.
         place: where; a parameter's rows are sharded as `torch.chunk` cuts them, a batch's by equal shares.
         ranks: of the candidate.
+        dim: along which ranks have their shares; None if each has all of it.
     """
     count, total = int(differing.sum()), differing.numel()
     if not count:
@@ -285,12 +236,15 @@ def describe_elements(differing: torch.Tensor, place: Place, ranks: int, *, stac
     if stacked:
         marked = differing.reshape(ranks, -1).any(1).nonzero().flatten().tolist()
         return amount if len(marked) == ranks else f"{amount}, on rank {' and '.join(map(str, marked))} only"
+    differing = differing.movedim(dim, 0) if dim else differing
     rows = differing.shape[0] if differing.dim() else 1
     if rows < 2:
         return amount
     marked = differing.reshape(rows, -1).any(1).nonzero().flatten().tolist()
     if len(marked) < rows:
-        amount += f", in {len(marked)} of {rows} rows ({_ranges(marked)})"
+        amount += f", in {len(marked)} of {rows} {f'slices of dimension {dim}' if dim else 'rows'} ({_ranges(marked)})"
+    if dim is None:
+        return amount
     share = -(-rows // ranks)
     owners = sorted({row // share for row in marked})
     if len(owners) < -(-rows // share):
@@ -337,7 +291,7 @@ def _causes(pair: _Pair, pairs: Sequence[_Pair], ranks: int) -> tuple[str, ...]:
     """What the pattern and the place suggest, the more specific first."""
     place = pair.place
     found: list[str] = []
-    if pair.whole is not None and pair.truth is not None and place.what not in BATCH:
+    if pair.whole is not None and pair.truth is not None and place.what in (What.GRADIENT, What.LOCAL_GRADIENT):
         found += likely_causes([place.name], {place.name: pair.whole}, {place.name: pair.truth}, ranks)
     by_place = _BY_PLACE.get((place.phase, place.what))
     if by_place is not None:

@@ -40,7 +40,7 @@ def walkable(engine: str, job: JobConfig) -> JobConfig:
     if not compilers.all:
         return job
     job = replace(job, block_backend="eager")
-    if compilers.model == "eager":
+    if compilers.model is None:
         return job
     native = Transport.NATIVE.value
     return replace(

@@ -42,13 +42,12 @@ def run_causes(reference: Run, candidate: Run, referee: Run, wrong: list[str]) -
     look = _Look(reference[0], candidate[0], referee[0])
     if look.is_loss_off(0):
         return (_wrong_loss(look, candidate, referee),)
-    exchanged = _exchanged(look)
     if wrong:
         return likely_causes(wrong, candidate[1], referee[1], candidate[0].world_size)
     for step in range(1, len(referee[0].losses)):
         if look.is_loss_off(step) or look.off_params(step):
             return (_wrong_step(look, step),)
-    return (exchanged or "nothing beyond rounding: ranks or terms are added in another order",)
+    return (_exchanged(look) or "nothing beyond rounding: ranks or terms are added in another order",)
 
 
 def _are_comparable(reference: Run, candidate: Run, referee: Run) -> bool:
@@ -122,6 +121,10 @@ class _Look:
             candidate_ranks=self.candidate.world_size,
         )
 
+    def differ(self, ours: float, theirs: float) -> bool:
+        """Whether two losses differ by more than rounding."""
+        return abs(ours - theirs) > Z * self.bound.compute_roundoff * abs(theirs)
+
     def is_loss_off(self, step: int) -> bool:
         """Whether the loss of the whole batch is beyond what the losses so far allow."""
         truths = self.referee.mean_losses[: step + 1]
@@ -158,9 +161,12 @@ def _wrong_loss(look: _Look, candidate: Run, referee: Run) -> str:
         whose = ", ".join(map(str, alone))
         return f"the loss of rank {whose} alone is off: a buffer, an input or a weight that only it has"
     factor = sum(ours) / len(ours) / truth if truth else 1.0
-    for value in (float(len(ours)), 1.0 / len(ours)):
-        if value != 1.0 and abs(factor / value - 1) < CLOSE / 10:
-            return f"the loss is {value:.3g} times what it should be: summed over ranks or tokens, not averaged"
+    for value, how in (
+        (float(len(ours)), "summed over ranks or tokens, not averaged"),
+        (1 / len(ours), "averaged twice"),
+    ):
+        if len(ours) > 1 and abs(factor / value - 1) < CLOSE / 10:
+            return f"the loss is {value:.3g} times what it should be: {how}"
     if any(tokens_seen(candidate[1][name], gradient) != "same" for name, gradient in referee[1].items()):
         return "other rows have gradients, as if forward reads other tokens: another batch, share or seed"
     errors = [relative_error(candidate[1][name], gradient) for name, gradient in referee[1].items()]
@@ -181,22 +187,17 @@ def _ranks_off(look: _Look) -> list[int]:
     ours, theirs = look.candidate.losses[0], look.reference.losses[0]
     if len(ours) != len(theirs):
         return []
-    limit = Z * look.bound.compute_roundoff
-    pairs = zip(ours, theirs, strict=True)
-    off = [rank for rank, (one, other) in enumerate(pairs) if abs(one - other) > limit * abs(other)]
+    off = [rank for rank, pair in enumerate(zip(ours, theirs, strict=True)) if look.differ(*pair)]
     return off if len(off) < len(ours) else []
 
 
 def _exchanged(look: _Look) -> str | None:
     """Whether ranks have the losses of other ranks."""
     ours, theirs = look.candidate.losses[0], look.reference.losses[0]
-    if len(ours) != len(theirs) or ours == theirs:
+    if len(ours) != len(theirs) or not any(map(look.differ, ours, theirs)):
         return None
-    limit = Z * look.bound.compute_roundoff
-    pairs = zip(sorted(ours), sorted(theirs), strict=True)
-    alike = all(abs(one - other) <= limit * abs(other) for one, other in pairs)
-    apart = any(abs(one - other) > limit * abs(other) for one, other in zip(ours, theirs, strict=True))
-    return "ranks have each other's losses: they exchanged their shares of the batch" if alike and apart else None
+    alike = not any(map(look.differ, sorted(ours), sorted(theirs)))
+    return "ranks have each other's losses: they exchanged their shares of the batch" if alike else None
 
 
 # Phase 5
@@ -239,15 +240,13 @@ def _wrong_update(look: _Look, step: int) -> str:
         return (
             f"the update of step {step} is not finite, though its gradients are: for example the state of the optimizer"
         )
+    after = "and the next loss is not: weights from before the update (gathered once and kept)"
+    if not factors:
+        return f"the gradients of step {step} have the right norms, {after}, wrong updates, or other data"
     if all(abs(factor - 1) < CLOSE for factor in factors):
-        known, wrong = (
-            ("the norms of the updates", "gradients or updates with the right norm and wrong elements")
-            if factors
-            else ("the loss and the norms of gradients", "wrong updates, of which no norm is known")
-        )
         return (
-            f"{known} of step {step} are right, and the next loss is not: weights from before the update (gathered "
-            f"once and kept), {wrong}, or other data"
+            f"the norms of the updates of step {step} are right, {after}, gradients or updates with the right norm and "
+            "wrong elements, or other data"
         )
     middle = statistics.median(factors)
     if all(abs(factor - middle) < CLOSE * middle for factor in factors):
