@@ -32,7 +32,7 @@ from common.job import DEFAULT_SEQ, JobConfig
 from common.models import build_model, build_task
 from common.plan import build_plan
 from common.task import Task, call_model
-from parity_tests.cli_calls import ROOT, Ran, call, run_process
+from parity_tests.cli_calls import ROOT, Ran, call, lend, run_process
 from parity_tests.runs import Runs
 
 TASKS = "parity_tests.engines.tasks"
@@ -299,6 +299,19 @@ def test_inputs_are_cast_by_the_policy(pool: RankPool, monkeypatch: pytest.Monke
     words = ("--model", f"{TASKS}:linear", *SMALL, "--ranks", "3", "--param-dtype", "bf16", "--reduce-dtype", "bf16")
     grades = reached(compare(pool, monkeypatch, *words, "--engines", "eager,compiled,my_engine"))
     assert grades["compiled", "eager"] == "bitwise"
+
+
+def test_the_readme_shows_what_the_broken_example_prints(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its command, and each line below it that is the same on every machine."""
+    _, shown = (ROOT / "README.md").read_text().split("$ fsdp-parity ")
+    command, *lines = shown.split("\n```")[0].splitlines()
+    lend(pool, monkeypatch)
+    ran = call(*command.split(), "--out", str(tmp_path))
+    same = [line for line in lines if line != "..." and not line.startswith("furthest")]
+    assert ran.code == 1 and len(same) == 5
+    assert [line for line in same if line not in ran.out.splitlines()] == []
 
 
 def test_ranks_of_torchrun_find_what_lies_in_the_working_directory(elsewhere: Path) -> None:
