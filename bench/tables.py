@@ -126,6 +126,7 @@ def memory_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityRe
                 "start_bytes": max((peak.start_bytes for peak in record.memory), default=None),
                 "peak_bytes": max((peak.peak_bytes for peak in record.memory), default=None),
                 "step_bytes": max((peak.peak_bytes - peak.start_bytes for peak in record.memory), default=None),
+                "active_bytes": max((peak.active_bytes for peak in record.memory if peak.active_bytes), default=None),
                 "reserved_bytes": max(
                     (peak.reserved_bytes for peak in record.memory if peak.reserved_bytes), default=None
                 ),
@@ -134,7 +135,7 @@ def memory_table(records: Mapping[str, RunRecord], graded: Mapping[str, ParityRe
             for engine, record in records.items()
             if engine != REFEREE
         ),
-        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "reserved_bytes", *GRADE),
+        ("engine", "ranks", "start_bytes", "peak_bytes", "step_bytes", "active_bytes", "reserved_bytes", *GRADE),
     )
 
 

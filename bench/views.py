@@ -104,15 +104,16 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def view_memory(table: pd.DataFrame, lines: Mapping[str, Timeline] | None = None) -> pd.DataFrame:
-    """One row per engine; what a GPU's allocator reserved only where there is one, live bytes only where known."""
+    """One row per engine; columns of a GPU's allocator only where there is one, live bytes only where they are known."""
     columns = {
         "engine": table["engine"],
         "ranks": table["ranks"],
         "at start": [format_size(value) for value in table["start_bytes"]],
         "peak": [format_size(value) for value in table["peak_bytes"]],
     }
-    if any(value is not None for value in table["reserved_bytes"]):
-        columns["reserved"] = [format_size(value) for value in table["reserved_bytes"]]
+    for name in ("active", "reserved"):
+        if any(value is not None for value in table[f"{name}_bytes"]):
+            columns[name] = [format_size(value) for value in table[f"{name}_bytes"]]
     if lines:
         most = max(max(line.totals) for line in lines.values())
         drawn = {engine: sparkline(line, most) for engine, line in lines.items()}

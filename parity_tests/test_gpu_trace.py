@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from bench.tables import memory_table
 from bench.trace_files import load_steps, save_trace
+from bench.views import view_memory
 from common.errors import ConfigError
 from common.harness.instruments import gpu_trace
 from common.harness.instruments.collectives import FORWARD, phase
 from common.harness.instruments.gpu_trace import SNAPSHOT, TORCH_TRACE, record_with_torch
+from common.harness.instruments.memory import measure_memory
 from common.harness.instruments.trace import Trace, record_trace
 from common.harness.link import Meter
+from common.harness.memory_record import StepMemory
+from common.harness.records import Environment, RunRecord
 from common.job import CPU, GPU
 from common.ranges import LAUNCH_GATHER, bucket_range
 from common.torch_private import allocator_history
@@ -71,3 +76,20 @@ def test_a_step_on_a_gpu_is_kept_as_torchs_files(monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / f"eager-rank1{SNAPSHOT}").read_bytes() == b"blocks"
     with pytest.raises(ConfigError, match=r"ui\.perfetto\.dev"):
         load_steps(tmp_path, (), cell=None, rank=1)
+
+
+def test_memory_of_a_gpu_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The growth of what is allocated, on top of what was live; what was active, and what was reserved."""
+    calls = {"memory_allocated": 100, "max_memory_allocated": 350, "max_memory_reserved": 900}
+    for name, value in calls.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"active_bytes.all.peak": 420})
+    with measure_memory({1: 40, 2: 60}, device_type=GPU) as meter:
+        pass
+    assert meter.memory == StepMemory(100, 350, reserved_bytes=900, active_bytes=420)
+    record = RunRecord("eager", {}, 1, Environment("", "", "", "", ""), [], [], [], [], memory=[meter.memory])
+    table = memory_table({"eager": record}, {})
+    view = view_memory(table)
+    assert (view["active"].tolist(), view["reserved"].tolist()) == (["420 B"], ["900 B"])

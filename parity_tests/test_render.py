@@ -460,7 +460,14 @@ def test_shown_steps_hold_the_first_and_the_last(steps: int) -> None:
 def test_sizes_have_the_unit_that_suits_them(frozen: Comparison) -> None:
     """Decimal units, as in the predicted column of a paper; bytes are whole."""
     sizes = [0, 999, 1000, 336_000, 1_940_488, 32_121_044_992, 7 * 10**15]
-    others = {"engine": "e", "ranks": 1, "peak_bytes": 0, "step_bytes": None, "reserved_bytes": None}
+    others = {
+        "engine": "e",
+        "ranks": 1,
+        "peak_bytes": 0,
+        "step_bytes": None,
+        "active_bytes": None,
+        "reserved_bytes": None,
+    }
     others |= tables.grade_of(None)
     rows = [{**others, "start_bytes": size} for size in sizes]
     table = tables.frame(rows, list(rows[0]))

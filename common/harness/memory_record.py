@@ -73,6 +73,7 @@ class StepMemory:
             keeps from step to step.
         peak_bytes: the most that was live at once during forward, backward and optimizer step.
         reserved_bytes: of a GPU, the most that its caching allocator held, fragments and free blocks included.
+        active_bytes: of a GPU, the most in blocks that were in use, or freed while a stream still had work on them.
         points: by class at the start, at the end of each phase, and at the peak; none of a GPU.
         predicted: at all of these but the peak; None where no formula covers engine and model.
     """
@@ -80,6 +81,7 @@ class StepMemory:
     start_bytes: int
     peak_bytes: int
     reserved_bytes: int | None = None
+    active_bytes: int | None = None
     points: list[MemoryPoint] = field(default_factory=list)
     predicted: list[PredictedPoint] | None = None
 

@@ -95,7 +95,12 @@ def _growth_on_gpu(meter: MemoryMeter, start_bytes: int) -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     growth = torch.cuda.max_memory_allocated() - before
-    meter.memory = StepMemory(start_bytes, start_bytes + growth, reserved_bytes=torch.cuda.max_memory_reserved())
+    meter.memory = StepMemory(
+        start_bytes,
+        start_bytes + growth,
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        active_bytes=torch.cuda.memory_stats()["active_bytes.all.peak"],
+    )
 
 
 def live_storages(*, ignore: Iterable[torch.Tensor] = (), device_type: str = CPU) -> dict[int, int]:
