@@ -104,7 +104,7 @@ def view_gradients(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def view_memory(table: pd.DataFrame, lines: Mapping[str, Timeline] | None = None) -> pd.DataFrame:
-    """One row per engine; columns of a GPU's allocator only where there is one, live bytes only where they are known."""
+    """One row per engine; columns of a GPU's allocator only where there is one, live bytes only where known."""
     columns = {
         "engine": table["engine"],
         "ranks": table["ranks"],
