@@ -105,7 +105,7 @@ class Stack:
     @property
     def waits_in(self) -> str | None:
         """The collective in which the rank waits for others, or None; see [Note: who hangs]."""
-        if self.state != "S" or not self.frames:
+        if not self.frames or (self.state != "S" and not self.frames[0].in_link):  # the link polls while it waits
             return None
         frames = list(dropwhile(lambda frame: frame.in_link, self.frames))
         if not frames:
