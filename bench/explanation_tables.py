@@ -119,6 +119,8 @@ def _lines(explanation: Explanation) -> list[str]:
                 f"{finding.candidate_value!r}{ulp}"
             )
         lines += [f"likely: {cause}" for cause in finding.causes]
+    else:
+        lines += explanation.notes  # which else stand below the walk
     if explanation.bisection is not None:
         lines += explanation.bisection.lines
     return lines

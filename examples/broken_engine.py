@@ -1,6 +1,8 @@
 """An engine with a fault, to see what is said of it: gradients are summed over ranks, where a mean is due.
 
-fsdp-parity compare --model examples.my_model:build --engines examples.broken_engine --backend aot_eager --explain
+    fsdp-parity compare --engines examples.broken_engine --backend aot_eager --steps 2 --explain
+
+The README shows what that prints.
 """
 
 from __future__ import annotations

@@ -261,6 +261,8 @@ def test_the_title_names_the_stage_that_changes_bits() -> None:
     row = PlaceRow(**{field.name: None for field in fields(PlaceRow)})
     found = Explanation("eager", "compiled", 0, "compiler", True, (row,), None, bisection)
     assert "the stage inductor brings in" in explanation_document(found).title
+    noted = explanation_document(replace(found, notes=("walked uncompiled",)))
+    assert "walked uncompiled" in noted.lines, "where no walk is shown, what has to be known of it still is"
     rounding = Finding(row, False, "all", (), 0.0, 0.0, ())
     guilty = replace(bisection, rows=(same, replace(changing, passed=False)))
     failing = replace(found, passed=False, finding=rounding)

@@ -19,25 +19,16 @@ from bench.views import view_memory
 from common.errors import ConfigError
 from common.harness.instruments import gpu_trace
 from common.harness.instruments.collectives import FORWARD, phase
-from common.harness.instruments.gpu_trace import SNAPSHOT, TORCH_TRACE, record_with_torch
+from common.harness.instruments.gpu_trace import SNAPSHOT, TORCH_TRACE
 from common.harness.instruments.memory import measure_memory
 from common.harness.instruments.trace import Trace, record_trace
 from common.harness.link import Meter
 from common.harness.memory_record import StepMemory
 from common.harness.records import Environment, RunRecord
-from common.job import CPU, GPU
+from common.job import GPU
 from common.ranges import LAUNCH_GATHER, bucket_range
 from common.torch_private import allocator_history
 from parity_tests.torch_private import allocator_snapshot, record_memory_history
-
-
-def test_torchs_trace_shows_our_ranges() -> None:
-    """A trace as its viewer opens it, with the ranges of the phases and buckets and the operators in them."""
-    with record_with_torch(CPU) as files, phase(FORWARD), bucket_range(LAUNCH_GATHER, "layers.0"):
-        torch.ones(3) @ torch.ones(3)
-    assert list(files) == [TORCH_TRACE]
-    names = {event["name"] for event in json.loads(files[TORCH_TRACE])["traceEvents"]}
-    assert {"aten::dot", "fsdp::launch_gather (layers.0)"} <= names
 
 
 def test_allocator_history_is_taken_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,15 +56,17 @@ def faked_history() -> Iterator[Callable[[], bytes]]:
 
 
 def test_a_step_on_a_gpu_is_kept_as_torchs_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both files of each rank, none of ours; `lanes` says where to look at them."""
+    """Both files of each rank, with our ranges and the operators in them, none of ours; `lanes` says where to look."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gpu_trace, "allocator_history", faked_history)
-    with record_trace(1, 2, Meter(), GPU) as trace:
-        torch.ones(3).sum()
+    with record_trace(1, 2, Meter(), GPU) as trace, phase(FORWARD), bucket_range(LAUNCH_GATHER, "layers.0"):
+        torch.ones(3) @ torch.ones(3)
     assert isinstance(trace, Trace) and trace.spans == []
     save_trace(tmp_path, "eager", trace)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"eager-rank1{SNAPSHOT}", f"eager-rank1{TORCH_TRACE}"]
     assert (tmp_path / f"eager-rank1{SNAPSHOT}").read_bytes() == b"blocks"
+    events = json.loads((tmp_path / f"eager-rank1{TORCH_TRACE}").read_text())["traceEvents"]
+    assert {"aten::dot", "fsdp::launch_gather (layers.0)"} <= {event["name"] for event in events}
     with pytest.raises(ConfigError, match=r"ui\.perfetto\.dev"):
         load_steps(tmp_path, (), cell=None, rank=1)
 

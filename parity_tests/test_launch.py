@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError, ParityError, PlanError, RankError, RankTimeout
-from common.harness.diagnosis import Failure, blame_failure
+from common.harness.diagnosis import LINK, TORCH, Failure, Frame, Stack, blame_failure
 from common.harness.launch import OnProgress, Progress, RankContext, RankPool
 from common.harness.messages import Died, Failed
 from parity_tests import faulty
@@ -336,3 +336,20 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         ranks = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
     assert len(ranks) == 2 and all(has_ended(rank) for rank in ranks)
+
+
+def test_a_rank_that_polls_in_the_link_waits() -> None:
+    """Whatever its thread is at that moment; elsewhere a thread that runs does something."""
+    backward = Frame(TORCH + "autograd/graph.py", 1, "_engine_run_backward")
+    connect = Frame(LINK + "link.py", 1, "_connect")
+    waits = {
+        (state, frames[0]): Stack("", frames, state).waits_in
+        for state in ("S", "R")
+        for frames in ((backward,), (connect, backward))
+    }
+    assert waits == {
+        ("S", backward): "a collective",
+        ("R", backward): None,
+        ("S", connect): "a collective",
+        ("R", connect): "a collective",
+    }

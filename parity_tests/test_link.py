@@ -59,6 +59,8 @@ def test_link_presets_say_what_they_are() -> None:
         assert (choice.across is None) is (name in untouched)
         assert name in (*untouched, "none") or ("ratio" in choice.about and "not a GPU" in choice.about)
     assert parse_link("none").of_group([0, 1]) == FREE
+    assert parse_link("1ms,150MB/s").describe() == "1ms per operation and 150MB/s per rank", "its name is its cost"
+    assert parse_link("pcie").describe().startswith(f"{PRESETS['pcie'].across}; "), "of a preset the cost is told"
     assert FREE.cost_s(10**9, 4) == 0.0
     rates = [parse_link(name).of_group([0, 1]).beta_bytes_per_s for name in ("nvlink", "pcie", "ethernet")]
     assert all(fast > slow for fast, slow in pairwise(rates))

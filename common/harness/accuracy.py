@@ -66,16 +66,25 @@ def check_errors(grade: Grade, reference: Run, candidate: Run, referee: Run, pee
     Args:
         peers: draws of what rounding does over steps, besides the reference.
     """
-    bound = ErrorBound.of(
+    bound = _bound(grade, reference, candidate)
+    return [
+        *check_gradients(grade, reference, candidate, referee),
+        *_over_steps(bound, reference, candidate, referee, peers),
+    ]
+
+
+def check_gradients(grade: Grade, reference: Run, candidate: Run, referee: Run) -> list[Check]:
+    """Of `check_errors` those of step 0."""
+    return list(_at_step_0(_bound(grade, reference, candidate), reference, candidate, referee))
+
+
+def _bound(grade: Grade, reference: Run, candidate: Run) -> ErrorBound:
+    return ErrorBound.of(
         grade,
         JobConfig.from_dict(candidate[0].job),
         reference_ranks=reference[0].world_size,
         candidate_ranks=candidate[0].world_size,
     )
-    return [
-        *_at_step_0(bound, reference, candidate, referee),
-        *_over_steps(bound, reference, candidate, referee, peers),
-    ]
 
 
 def gradient_errors(run: Run, referee: Run) -> dict[str, float]:

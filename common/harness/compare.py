@@ -15,7 +15,7 @@ from typing import Any
 
 from common.engine import SHORT_NAMES, import_path
 from common.errors import ConfigError
-from common.harness.accuracy import Check, Kind, check_errors
+from common.harness.accuracy import Check, Kind, check_errors, check_gradients
 from common.harness.causes import narrow_grid
 from common.harness.distance import max_ulp, relative_error
 from common.harness.grades import SPREAD, Grade, expected_grade, referee_job
@@ -186,7 +186,7 @@ def _off(reference: Run, referee: Run, peers: Sequence[Run]) -> list[str]:
     """A reference that is itself further from float64 than its rounding: what its own error excuses says nothing."""
     if not peers or import_path(reference[0].engine) == SHORT_NAMES["single"]:
         return []
-    checks = check_errors(Grade.COMPILER, peers[0], reference, referee)
+    checks = check_gradients(Grade.COMPILER, peers[0], reference, referee)
     failed = [check for check in checks if check.kind is Kind.GRADIENT and not check.holds]
     if not failed:
         return []

@@ -5,7 +5,7 @@
     .memory.pickle      each block of the caching allocator, when it came and went, and the line that asked for it;
                         for pytorch.org/memory_viz
 
-Not run on a GPU yet. On a CPU the trace is made all the same, so that its ranges can be tested; there is no snapshot.
+Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,30 +18,20 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.job import GPU
 from common.torch_private import allocator_history
 
 TORCH_TRACE, SNAPSHOT = ".torch-trace.json", ".memory.pickle"
 
 
 @contextmanager
-def record_with_torch(device_type: str = GPU) -> Iterator[dict[str, bytes]]:
+def record_with_torch() -> Iterator[dict[str, bytes]]:
     """Record the block; what it gives is filled at its end, by suffix of the file."""
     files: dict[str, bytes] = {}
-    if device_type == GPU:
-        with allocator_history() as snapshot, _profiled([ProfilerActivity.CPU, ProfilerActivity.CUDA], files):
-            yield files
-            torch.cuda.synchronize()  # what was launched belongs to the step
-        files[SNAPSHOT] = snapshot()
-    else:
-        with _profiled([ProfilerActivity.CPU], files):
-            yield files
-
-
-@contextmanager
-def _profiled(activities: list[ProfilerActivity], files: dict[str, bytes]) -> Iterator[None]:
-    with profile(activities=activities, record_shapes=True) as profiler:
-        yield
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with allocator_history() as snapshot, profile(activities=activities, record_shapes=True) as profiler:
+        yield files
+        torch.cuda.synchronize()  # what was launched belongs to the step
+    files[SNAPSHOT] = snapshot()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
