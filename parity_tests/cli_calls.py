@@ -18,6 +18,8 @@ from bench.__main__ import main
 from common.harness.launch import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
+FROZEN = ROOT / "parity_tests" / "frozen"
+"""The folder of a comparison, as an earlier version stored it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,14 @@ def call(*words: str) -> Ran:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+def assert_one_line(ran: Ran, code: int, *expected: str) -> None:
+    """One line on stderr that says all of `expected`, nothing on stdout."""
+    assert (ran.code, ran.out) == (code, ""), ran
+    assert ran.err.startswith("fsdp-parity: ") and ran.err.count("\n") == 1, ran.err
+    for text in expected:
+        assert text in ran.err, ran.err
 
 
 class KeptRanks:

@@ -28,19 +28,13 @@ from common.errors import ConfigError
 from common.harness.grades import Grade
 from common.harness.launch import RankPool
 from common.harness.records import CollectiveCount, Environment
-from parity_tests.cli_calls import Ran, call, children
+from parity_tests.cli_calls import FROZEN, Ran, call
 
-FROZEN = Path(__file__).parent / "frozen"
 TINY = (
     *("--model", "parity_tests.engines.models:bigram", "--steps", "2", "--batch", "4", "--seq", "16"),
     *("--backend", "eager", "--link", "none", "--reference", "torch-fsdp2"),
 )
 REFRESH = "fsdp-parity compare --save-baseline ci/small.json"
-
-
-@pytest.fixture(scope="module")
-def frozen() -> Comparison:
-    return load_comparison(FROZEN)
 
 
 Change = Callable[[Comparison], Comparison]
@@ -264,19 +258,6 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a count that is none": lambda data: data["engines"]["eager"]["collectives"][0].update(count=None),
     "engines that are none": lambda data: data.update(engines=[]),
 }
-
-
-@pytest.fixture
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a command that goes on to start ranks."""
-
-    def refuse(ranks: int) -> None:
-        raise AssertionError(f"{ranks} ranks were about to start")
-
-    monkeypatch.setattr(bench.commands, "open_ranks", refuse)
-    before = children()
-    yield
-    assert children() <= before
 
 
 @pytest.mark.usefixtures("no_ranks")

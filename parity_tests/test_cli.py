@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -35,32 +34,11 @@ from common.harness.records import load_record
 from common.job import BACKENDS, PASSES, JobConfig
 from common.models import describe_fields, describe_models
 from common.policy import DTYPES
-from parity_tests.cli_calls import ROOT, Ran, call, children, environment, marked, run_process
+from parity_tests.cli_calls import ROOT, Ran, assert_one_line, call, children, environment, marked, run_process
 
 ENGINES = "parity_tests.engines"
 SMALL = ("--steps", "2", "--batch", "4", "--seq", "16", "--backend", "aot_eager")
 TINY = ("--model", f"{ENGINES}.models:bigram", *SMALL)
-
-
-@pytest.fixture
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a command that goes on to start ranks, and one that leaves a process."""
-
-    def refuse(ranks: int) -> None:
-        raise AssertionError(f"{ranks} ranks were about to start")
-
-    monkeypatch.setattr(bench.commands, "open_ranks", refuse)
-    before = children()
-    yield
-    assert children() <= before
-
-
-def assert_one_line(ran: Ran, code: int, *expected: str) -> None:
-    """One line on stderr that says all of `expected`, nothing on stdout."""
-    assert (ran.code, ran.out) == (code, ""), ran
-    assert ran.err.startswith("fsdp-parity: ") and ran.err.count("\n") == 1, ran.err
-    for text in expected:
-        assert text in ran.err, ran.err
 
 
 WRONG_WORDS: list[tuple[str, tuple[str, ...], str]] = [

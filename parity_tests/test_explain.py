@@ -22,7 +22,7 @@ from common.harness.launch import RankPool
 from common.harness.records import json_ready
 from common.harness.replay import replay, walkable
 from common.job import PASSES, JobConfig
-from parity_tests.cli_calls import call
+from parity_tests.cli_calls import FROZEN, call
 from parity_tests.engines import broken_pass, flipping_later, narrowing
 from parity_tests.runs import Runs
 
@@ -351,7 +351,7 @@ def frozen_run(tmp_path: Path) -> Path:
     """A run on disk that no rank had to make."""
     folder = tmp_path / "run"
     folder.mkdir()
-    for path in (Path(__file__).parent / "frozen").iterdir():
+    for path in FROZEN.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
 

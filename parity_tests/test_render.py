@@ -37,16 +37,10 @@ from common.harness.instruments.trace import COMPUTE, LAUNCH, PHASE, Span
 from common.harness.memory_record import CLASSES, PredictedPoint, StepMemory, Timeline
 from common.harness.records import CollectiveCount, engine_file
 from common.job import JobConfig
-from parity_tests.cli_calls import call
+from parity_tests.cli_calls import FROZEN, call
 
-FROZEN = Path(__file__).parent / "frozen"
 TEXT_FORMATS = ("table", "md", "html")
 ENGINES = ["single", "eager", "compiled", "ddp", "float64"]
-
-
-@pytest.fixture(scope="module")
-def frozen() -> Comparison:
-    return load_comparison(FROZEN)
 
 
 def stored(name: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ TESTS_OF_BENCH = {
     f"parity_tests/{name}.py"
     for name in (
         "cli_calls",
+        "conftest",
         "fuzz",
         "test_baseline",
         "test_bench",
