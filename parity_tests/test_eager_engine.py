@@ -13,6 +13,8 @@ from common.harness.launch import RankPool
 from common.job import JobConfig
 from common.plan import build_plan
 from parity_tests import eager_cases as cases
+from parity_tests import eager_flow_cases as flow
+from parity_tests import eager_misuse_cases as misuse
 
 FP32: dict[str, Any] = {}
 BF16_FP32 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
@@ -195,7 +197,7 @@ def _names(log: Iterable[str], event: str) -> list[str]:
 
 def test_gather_launched_in_vain_is_dropped(pool: RankPool) -> None:
     """A forward that stops where the last one went on drops the gather it launched, and ends with shards only."""
-    for log, held in pool.run(cases.misprediction, ranks=2):
+    for log, held in pool.run(flow.misprediction, ranks=2):
         assert held == {"DTensor"}
         assert_order(log, "launch_gather right", "discard_gather right")
         assert "wait_gather right" not in log
@@ -261,7 +263,7 @@ def test_sharding_keeps_identity(pool: RankPool, plan: str) -> None:
         "class": "FSDPNet",
         "is_net": True,
     }
-    assert pool.run(cases.identity, plan, ranks=3) == [expected] * 3
+    assert pool.run(flow.identity, plan, ranks=3) == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_gradients_of_any_flow_stay_in_the_error_bound(pool: RankPool, ways: lis
 
     In float64, within the bound that the number of terms gives; unused and frozen parameters have no gradient.
     """
-    assert pool.run(cases.flow_errors, ways, how, reshard, ranks=2) == [[]] * 2
+    assert pool.run(flow.flow_errors, ways, how, reshard, ranks=2) == [[]] * 2
 
 
 @RESHARD
@@ -282,38 +284,38 @@ def test_forward_without_gradients_leaves_shards_and_training_goes_on(
     pool: RankPool, inference: bool, reshard: str
 ) -> None:
     """Its loss is the plain model's, everything is given back even if weights are kept, and the next step is right."""
-    assert pool.run(cases.eval_then_train, inference, reshard, ranks=2) == [[]] * 2
+    assert pool.run(flow.eval_then_train, inference, reshard, ranks=2) == [[]] * 2
 
 
 @RESHARD
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_step_after_one_that_raised_is_a_fresh_models(pool: RankPool, where: str, reshard: str) -> None:
     """An exception in forward or backward leaves nothing behind that changes the next step."""
-    assert pool.run(cases.after_failure, where, reshard, ranks=2) == [[]] * 2
+    assert pool.run(flow.after_failure, where, reshard, ranks=2) == [[]] * 2
 
 
 @RESHARD
 @pytest.mark.parametrize("plan", ["param", "block"])
 def test_odd_modules_train(pool: RankPool, plan: str, reshard: str) -> None:
     """Dataclasses in and out, views changed in place, own books of weights, modules never called: same bits."""
-    assert pool.run(cases.odd_modules, plan, reshard, ranks=2) == [[]] * 2
+    assert pool.run(flow.odd_modules, plan, reshard, ranks=2) == [[]] * 2
 
 
 def test_input_handed_on_costs_no_gather(pool: RankPool) -> None:
     """A module that returns its own input is gathered once in forward and once in backward, as any other."""
     expected = {f"wait_gather {name}": 2 for name in ("first", "blocks.0", "blocks.1")}
-    assert pool.run(cases.passed_through, ranks=2) == [expected] * 2
+    assert pool.run(flow.passed_through, ranks=2) == [expected] * 2
 
 
 def test_post_accumulate_hooks_run_once_with_the_sharded_gradient(pool: RankPool) -> None:
     """Hooks of register_post_accumulate_grad_hook run once per step and parameter, as for autograd's own gradients."""
     expected = {f"{name} DTensor": 1 for name, _ in cases.make_net().named_parameters()}
-    assert pool.run(cases.post_accumulate_hooks, ranks=2) == [expected] * 2
+    assert pool.run(flow.post_accumulate_hooks, ranks=2) == [expected] * 2
 
 
 def test_compiled_blocks_run_with_hooks_outside_of_their_graph(pool: RankPool) -> None:
     """Blocks compiled after sharding give the same bits, and no line of the engine is in a graph."""
-    for wrong, graphs, lines in pool.run(cases.compiled_blocks, ranks=2, timeout_s=120):
+    for wrong, graphs, lines in pool.run(flow.compiled_blocks, ranks=2, timeout_s=120):
         assert wrong == []
         assert graphs > 0
         assert lines == []
@@ -321,7 +323,7 @@ def test_compiled_blocks_run_with_hooks_outside_of_their_graph(pool: RankPool) -
 
 def test_fully_shard_by_hand_keeps_fsdp2s_contract(pool: RankPool) -> None:
     """Inside-out calls, a list, casts of inputs and outputs, unshard and reshard, a plain slice: as FSDP2 has them."""
-    for found in pool.run(cases.by_hand, ranks=3):
+    for found in pool.run(misuse.by_hand, ranks=3):
         assert str(found.pop("output")) == "torch.float64"
         assert found == {"wrong": [], "unsharded": "Tensor", "resharded": "DTensor", "slice": "Sequential"}
 
@@ -352,13 +354,13 @@ MESSAGES = {
 
 def test_every_misuse_has_its_message() -> None:
     """Each misuse that is tried below has an expected message and the other way round."""
-    assert MESSAGES.keys() == cases.MISUSES.keys()
+    assert MESSAGES.keys() == misuse.MISUSES.keys()
 
 
 @pytest.fixture(scope="module")
 def refused(pool: RankPool) -> list[dict[str, str]]:
     """What each misuse ends in, by rank."""
-    return pool.run(cases.errors, ranks=2)
+    return pool.run(misuse.errors, ranks=2)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -383,4 +385,4 @@ def test_engine_does_not_use_torchs_own_fsdp() -> None:
 def test_all_blocks_of_a_kind_share_one_graph(pool: RankPool, engine: str) -> None:
     """Compiled by block, a model of equal blocks is traced once: not per layer, and not again in a later step."""
     job = JobConfig(block_backend="aot_eager", steps=2, seq=16, batch=4, param_dtype="bf16")
-    assert pool.run(cases.graphs_of_blocks, engine, job, ranks=2) == [1] * 2
+    assert pool.run(misuse.graphs_of_blocks, engine, job, ranks=2) == [1] * 2

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import random
-import subprocess
-import sys
 from collections import Counter
-from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,19 +16,12 @@ from common.models import (
     LanguageModel,
     build_model,
     check_seq,
-    describe_fields,
-    describe_models,
-    initial_value,
-    initialise,
     model_limits,
-    model_names,
 )
-from common.models.gpt import CONFIGS as GPTS
 from common.models.gpt import GPT, GPTConfig
 from common.models.llama import CONFIGS as LLAMAS
 from common.models.llama import (
     Attention,
-    Llama,
     LlamaConfig,
     RMSNorm,
     RopeScaling,
@@ -51,7 +37,6 @@ SHAPED = (
 )
 """Both families with everything set that the debug models have not."""
 F64 = torch.float64
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def tokens(batch: int = 2, seq: int = 33) -> torch.Tensor:
@@ -75,9 +60,6 @@ def debug_model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().to(F64) for name, value in model.state_dict().items()}
-
-
-# --- what the models compute -----------------------------------------------------------------------------------------
 
 
 def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -315,9 +297,6 @@ def test_sequence_above_the_limit_is_refused(name: str) -> None:
         check_seq(limit + 1, model_limits(model).max_seq_len)
 
 
-# --- what sharding needs of them -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -419,383 +398,3 @@ def test_names_are_those_of_torchtitan_and_gpt2() -> None:
     block = [f"h.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
     expected = ["wte.weight", "wpe.weight", *block, "ln_f.weight", "ln_f.bias", "lm_head.weight"]
     assert [key for key in gpt if not key.startswith(("h.1.", "h.2."))] == expected
-
-
-# --- sizes -----------------------------------------------------------------------------------------------------------
-
-PUBLISHED = {
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "gpt3-175b": 174_604_259_328,
-}
-"""Exact counts of the published weights; GPT-3's, which are not published, from the sizes in its table 2.1."""
-
-
-def closed_formula(config: object) -> int:
-    if isinstance(config, LlamaConfig):
-        d, kv = config.dim, config.n_kv_heads * (config.dim // config.n_heads)
-        block = 2 * d * d + 2 * d * kv + 3 * d * config.ffn_dim + 2 * d
-        return 2 * config.vocab_size * d + config.n_layers * block + d
-    assert isinstance(config, GPTConfig)
-    d, f = config.dim, config.ffn_dim
-    block = (3 * d * d + 3 * d) + (d * d + d) + (d * f + f) + (f * d + d) + 4 * d
-    heads = 1 if config.tied else 2
-    return (heads * config.vocab_size + config.max_seq_len) * d + config.n_layers * block + 2 * d
-
-
-def test_parameter_counts_are_the_published_ones() -> None:
-    """Every model of the list has the count of its closed formula; the published ones have the published count."""
-    infos = describe_models()
-    counts = {info.name: info.params for info in infos}
-    assert tuple(counts) == model_names()
-    assert counts == {info.name: closed_formula(info.config) for info in infos}
-    assert PUBLISHED.items() <= counts.items()
-    assert 3e6 < counts["llama-tiny"] < 6e6
-
-
-@pytest.mark.parametrize(
-    ("name", "positions", "scaling"),
-    [
-        ("llama3-8b", 8192, None),
-        ("llama3-70b", 8192, None),
-        ("llama3-405b", 131_072, RopeScaling(factor=8.0, low=1.0, high=4.0, original_seq_len=8192)),
-    ],
-)
-def test_llama_positions_are_the_published_ones(name: str, positions: int, scaling: RopeScaling | None) -> None:
-    """What no parameter count shows: base 500,000 and epsilon 1e-5 in all, scaled frequencies in 3.1 alone."""
-    config = LLAMAS[name]
-    assert (config.max_seq_len, config.rope_scaling) == (positions, scaling)
-    assert (config.rope_theta, config.norm_eps, config.head_dim, config.n_kv_heads) == (500_000.0, 1e-5, 128, 8)
-
-
-@pytest.mark.parametrize("name", ["llama3-405b", "gpt3-175b"])
-def test_largest_models_build_on_meta(name: str) -> None:
-    """Hundreds of billions of parameters are described without a byte of memory, in the dtype asked for."""
-    model = build_model(name, seed=0, dtype=torch.bfloat16, device="meta")
-    assert all(param.is_meta and param.dtype is torch.bfloat16 for param in model.parameters())
-    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", [*LLAMAS, *GPTS])
-def test_models_expose_their_limits(name: str) -> None:
-    """Every model says its vocabulary and its longest sequence; bytes fit all of them."""
-    model = build_model(name, seed=0, device="meta")
-    limits = model_limits(model)
-    assert isinstance(model, LanguageModel)
-    assert (limits.vocab_size, limits.max_seq_len) == (model.config.vocab_size, model.config.max_seq_len)
-    assert limits.vocab_size is not None and limits.vocab_size >= 256
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"n_heads": 3}, "dim 64 does not divide over 3 heads"),
-        ({"n_kv_heads": 3}, "4 query heads do not divide over 3"),
-        ({"n_heads": 64, "n_kv_heads": 64}, "dim over n_heads must be even, found 1"),
-        ({"ffn_dim": 0}, "expected ffn_dim above 0, found 0"),
-        ({"norm_eps": -1e-5}, "expected norm_eps above 0, found -1e-05"),
-    ],
-)
-def test_impossible_sizes_are_refused(sizes: dict[str, float], message: str) -> None:
-    """No size, and heads that do not divide or cannot be turned in pairs, are a ConfigError when the config is made."""
-    plain = {"vocab_size": 8, "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 8, "max_seq_len": 8}
-    with pytest.raises(ConfigError, match=message):
-        LlamaConfig(**plain | sizes)  # type: ignore[arg-type]
-
-
-def test_fields_change_what_they_name_and_nothing_else() -> None:
-    """`NAME,FIELD=VALUE` is the named model's config with these fields, each read as what it is."""
-    spec = "llama-debug,dim=30,n_heads=3,n_kv_heads=1,tied=true,frozen=norm+layers.1.attention.wq.weight,norm_eps=1e-3"
-    expected = replace(
-        LLAMAS["llama-debug"],
-        dim=30,
-        n_heads=3,
-        n_kv_heads=1,
-        tied=True,
-        frozen=("norm", "layers.1.attention.wq.weight"),
-        norm_eps=1e-3,
-    )
-    for device in ("meta", "cpu"):
-        model = build_model(spec, seed=0, device=device)
-        assert isinstance(model, Llama) and model.config == expected
-        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-        assert frozen == ["layers.1.attention.wq.weight", "norm.weight"]
-
-
-def test_a_frozen_tied_weight_is_frozen_under_both_names() -> None:
-    """Either name of a tied weight freezes it; a whole block freezes all that is in it and nothing beside it."""
-    for name in ("wte", "lm_head", "lm_head.weight"):
-        model = build_model(f"gpt-debug-tied,frozen={name}+h.1", seed=0)
-        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-        assert frozen == ["wte.weight", *(f"h.1.{name}" for name, _ in model.get_submodule("h.1").named_parameters())]
-
-
-def test_fields_that_can_be_set_are_described_with_the_models_that_have_them() -> None:
-    """All fields of both configs but the one that is no single value."""
-    found = describe_fields()
-    for model, config in (("Llama", LlamaConfig), ("GPT", GPTConfig)):
-        names = {name for name, (_, models) in found.items() if model in models}
-        assert names == {field.name for field in fields(config)} - {"rope_scaling"}
-
-
-# --- initial values --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", DEBUG)
-def test_initial_values_do_not_depend_on_order_or_neighbours(name: str) -> None:
-    """Drawn alone, in any order, amid other use of torch's generators, a parameter gets its value in the model."""
-    model = build_model(name, seed=4)
-    meta = build_model(name, seed=99, device="meta")
-    names = [key for key, _ in model.named_parameters()]
-    random.Random(0).shuffle(names)
-    for key in names[: len(names) // 2]:
-        torch.rand(3)
-        assert torch.equal(initial_value(meta, key, 4), model.get_parameter(key))
-
-
-def test_initial_values_are_the_same_in_a_deeper_model() -> None:
-    """A parameter outside the residual outputs keeps its value when blocks are added: its name alone decides."""
-    values = []
-    for depth in (1, 3):
-        config = LlamaConfig(vocab_size=16, dim=8, n_layers=depth, n_heads=2, n_kv_heads=1, ffn_dim=12, max_seq_len=8)
-        model = Llama(config)
-        initialise(model, 2)
-        values.append(dict(model.named_parameters()))
-    shallow, deep = values
-    for key, value in shallow.items():
-        scale = math.sqrt(3) if key.endswith(("wo.weight", "w2.weight")) else 1.0
-        torch.testing.assert_close(deep[key] * scale, value, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", DEBUG)
-def test_initial_values_in_every_dtype_are_the_fp32_ones(name: str) -> None:
-    """A float64 model holds the fp32 values exactly, a bf16 model their roundings."""
-    plain = dict(build_model(name, seed=1).named_parameters())
-    for dtype in (F64, torch.bfloat16):
-        for key, param in build_model(name, seed=1, dtype=dtype).named_parameters():
-            assert param.dtype is dtype and torch.equal(param, plain[key].to(dtype))
-
-
-def test_initial_values_differ_by_seed_and_by_name() -> None:
-    """Another seed changes every drawn parameter, and no two parameters of one model share their numbers."""
-    drawn = [
-        param.flatten()[:16].tolist()
-        for seed in (0, 1, 10)
-        for _, param in build_model("gpt-debug", seed=seed).named_parameters()
-        if param.ndim == 2
-    ]
-    assert len({tuple(values) for values in drawn}) == len(drawn) == 3 * 15
-
-
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
-def test_initial_values_have_the_stated_spread(name: str) -> None:
-    """Scales are ones, biases zeros, the rest has deviation 0.02, residual outputs 0.02 / sqrt(2 * layers).
-
-    The deviation of n normal draws strays by 1 / sqrt(2n) of itself, the mean by 1 / sqrt(n): 6 such are allowed.
-    """
-    model = build_model(name, seed=0)
-    assert isinstance(model, LanguageModel)
-    residual = ("wo.weight", "w2.weight", "c_proj.weight")
-    for key, param in model.named_parameters():
-        if key.endswith("bias"):
-            assert (param == 0).all()
-        elif "norm" in key or "ln_" in key:
-            assert (param == 1).all()
-        else:
-            std = 0.02 / math.sqrt(12) if key.endswith(residual) else 0.02
-            n, value = param.numel(), param.detach()
-            assert abs(float(value.std()) / std - 1) < 6 / math.sqrt(2 * n), key
-            assert abs(float(value.mean())) < 6 * std / math.sqrt(n), key
-
-
-def test_initial_values_are_the_same_in_every_process() -> None:
-    """A process with another hash seed draws the same bits; and building needs none of torch's compiler.
-
-    The compiler takes seconds to import, which every rank of an eager run would pay.
-    """
-    script = (
-        "import hashlib, sys; from common.models import build_model;"
-        "build_model('llama-debug', seed=0, device='meta');"
-        "model = build_model('gpt-debug-tied', seed=6);"
-        "bits = b''.join(param.detach().numpy().tobytes() for param in model.parameters());"
-        "print(hashlib.sha256(bits).hexdigest(), 'torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONHASHSEED": "1234", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    model = build_model("gpt-debug-tied", seed=6)
-    bits = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
-    assert done.stdout.split() == [hashlib.sha256(bits).hexdigest(), "False"]
-
-
-def test_building_leaves_torchs_generator_alone() -> None:
-    """Neither a model of the registry nor a user's moves the random stream of the caller."""
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    build_model("llama-debug", seed=0)
-    build_model("parity_tests.test_models:user_model", seed=0)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_initialise_refuses_a_model_without_memory() -> None:
-    """On meta there is nothing to write to; saying nothing would leave the model uninitialised."""
-    with pytest.raises(ConfigError, match=r"'tok_embeddings\.weight' is on the meta device"):
-        initialise(build_model("llama-debug", seed=0, device="meta"), 0)
-
-
-# --- the user's own model, and names ---------------------------------------------------------------------------------
-
-
-class UserModel(nn.Module):
-    """Tied weights, a frozen one, and buffers of three kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
-        self.inner["head"].weight = self.inner["embed"].weight
-        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-        self.register_buffer("turns", torch.exp(1j * torch.arange(4.0)))
-        self.register_buffer("counts", torch.arange(4))
-
-
-def user_model() -> nn.Module:
-    return UserModel()
-
-
-def number() -> int:
-    return 3
-
-
-def needs_width(width: int, *, depth: int, heads: int = 2) -> nn.Module:
-    return nn.Linear(width, depth, bias=bool(heads))
-
-
-THIS = "parity_tests.test_models"
-
-
-@pytest.mark.parametrize("target", ["user_model", "UserModel"])
-def test_user_model_is_drawn_at_the_seed(target: str) -> None:
-    """A user's function or class is called with torch's generators at `seed`, and keeps the values it draws."""
-    torch.manual_seed(8)
-    expected = UserModel().get_parameter("inner.embed.weight")
-    torch.rand(5)
-    for seed, same in ((8, True), (9, False)):
-        found = build_model(f"{THIS}:{target}", seed=seed).get_parameter("inner.embed.weight")
-        assert torch.equal(found, expected) is same
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
-def test_user_model_is_cast_and_otherwise_kept(dtype: torch.dtype) -> None:
-    """Real floating-point parameters and buffers are cast; ties, flags, complex and integer buffers stay."""
-    model = build_model(f"{THIS}:user_model", seed=0, dtype=dtype)
-    assert isinstance(model, UserModel)
-    assert model.inner["head"].weight is model.inner["embed"].weight
-    assert {param.dtype for param in model.parameters()} == {dtype}
-    assert not model.frozen.requires_grad
-    buffers = dict(model.named_buffers())
-    assert {key: buffer.dtype for key, buffer in buffers.items()} == {
-        "table": dtype,
-        "turns": torch.complex64,
-        "counts": torch.int64,
-    }
-    assert "table" not in model.state_dict()
-    assert buffers["turns"].imag.abs().max() > 0
-
-
-def test_user_model_builds_on_meta() -> None:
-    """On meta a user's model has shapes and ties, and no memory."""
-    model = build_model(f"{THIS}:user_model", seed=0, device="meta", dtype=F64)
-    assert isinstance(model, UserModel)
-    assert all(param.is_meta and param.dtype is F64 for param in model.parameters())
-    assert model.inner["head"].weight is model.inner["embed"].weight
-
-
-def test_user_model_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed command does not search the working directory; build_model does."""
-    (tmp_path / "my_net_a.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(2, 3)\n")
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    monkeypatch.chdir(tmp_path)
-    assert isinstance(build_model("my_net_a:build", seed=0), nn.Linear)
-
-
-def test_errors_inside_the_users_code_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing import in the user's module, and whatever its function raises, are the user's to see as they are."""
-    (tmp_path / "my_net_b.py").write_text("import no_such_package_at_all\n")
-    (tmp_path / "my_net_c.py").write_text("def build():\n    raise KeyError('inside')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
-        build_model("my_net_b:build", seed=0)
-    with pytest.raises(KeyError, match="inside"):
-        build_model("my_net_c:build", seed=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("llama-debg", r"'llama-debg' is unknown \(did you mean 'llama-debug'\?\); known are llama-debug, .*gpt3-175b"),
-        ("zzz", r"'zzz' is unknown; known are llama-debug"),
-        ("", r"'' is unknown"),
-        ("no_such_module_here:build", r"no module 'no_such_module_here' in .*PYTHONPATH"),
-        ("parity_tests.nothing.here:build", r"no module 'parity_tests\.nothing'"),
-        ("llama-debgu,dim=32", r"'llama-debgu,dim=32' is unknown \(did you mean 'llama-debug'\?\)"),
-        (
-            "llama-debug,dmi=32",
-            r"found 'dmi=32' \(did you mean 'dim'\?\); fields of llama-debug are vocab_size, .*eps$",
-        ),
-        ("llama-debug,", r"expected FIELD=VALUE, found ''; fields"),
-        ("llama-debug,tied", r"expected FIELD=VALUE, found 'tied' \(did you mean 'tied'\?\)"),
-        ("gpt-debug,n_kv_heads=2", r"found 'n_kv_heads=2' \(did you mean 'n_heads'\?\); fields of gpt-debug"),
-        ("llama-debug,rope_scaling=1", r"found 'rope_scaling=1'"),
-        ("llama-debug,dim=32,dim=64", r"expected each field once, found dim twice"),
-        ("llama-debug,dim=32.5", r"dim: expected a whole number from 1 to 9999999, found '32\.5'"),
-        ("llama-debug,dim=0", r"dim: expected a whole number from 1"),
-        ("llama-debug,dim=10000000", r"dim: expected a whole number from 1"),
-        ("llama-debug,norm_eps=inf", r"norm_eps: expected a number above 0, found 'inf'"),
-        ("llama-debug,tied=yes", r"tied: expected true or false, found 'yes'"),
-        ("llama-debug,frozen=norm+", r"frozen: expected names with \+ between them, found 'norm\+'"),
-        (
-            "llama-debug,frozen=layrs.0",
-            r"frozen: 'layrs\.0' .* \(did you mean 'layers\.0'\?\); its parts are tok_embed",
-        ),
-        ("llama-debug,dim=65", r"dim 65 does not divide over 4 heads"),
-        ("llama-debug:dim=32", r"expected module:function, .*; for another size write llama-debug,dim=32"),
-        (f"{THIS}:user_modl", r"has no 'user_modl' \(did you mean 'user_model'\?\)"),
-        (f"{THIS}:ROOT", r"expected a function, found 'ROOT' of type \w*PosixPath"),
-        (f"{THIS}:number", r"expected the function to return an nn\.Module, or a task of three .*, found int"),
-        (f"{THIS}:needs_width", r"found one that needs width, depth"),
-        ("nets/mine.py:build", r"expected an import path, found a file; write nets\.mine:build"),
-        (":build", r"expected module:function"),
-        ("module:", r"expected module:function"),
-        ("a:b:c", r"expected module:function"),
-        (".:f", r"expected module:function"),
-    ],
-)
-def test_wrong_model_names_are_refused_in_one_line(name: str, message: str) -> None:
-    """Each wrong name is a ConfigError (exit code 2) of one line that says what to write instead."""
-    with pytest.raises(ConfigError, match=message) as error:
-        build_model(name, seed=0)
-    assert "\n" not in str(error.value) and error.value.exit_code == 2
-
-
-def test_limits_are_read_from_foreign_configs() -> None:
-    """Hugging Face's name for the longest sequence counts as well; a model without a config says nothing."""
-
-    class Config:
-        vocab_size = 7
-        max_position_embeddings = 9
-
-    model = nn.Linear(1, 1)
-    assert (model_limits(model).vocab_size, model_limits(model).max_seq_len) == (None, None)
-    model.config = Config()  # type: ignore[assignment]
-    assert (model_limits(model).vocab_size, model_limits(model).max_seq_len) == (7, 9)
-    check_seq(10**9, None)

@@ -11,32 +11,26 @@ from __future__ import annotations
 import io
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from bench import tables, views
 from bench.documents import comparison_document
-from bench.judge import judged_pairs, memory_rows, needs_referee
+from bench.judge import memory_rows
 from bench.lanes import lanes_section
 from bench.render import print_tables, render
-from bench.store import Comparison, find_run, load_comparison, make_run_folder, save_comparison
-from common.errors import ConfigError
+from bench.store import Comparison, load_comparison, save_comparison
 from common.harness.grades import Grade
 from common.harness.instruments.trace import COMPUTE, LAUNCH, PHASE, Span
-from common.harness.memory_record import CLASSES, PredictedPoint, StepMemory, Timeline
-from common.harness.records import CollectiveCount, engine_file
-from common.job import JobConfig
+from common.harness.memory_record import CLASSES, PredictedPoint, Timeline
+from common.harness.records import engine_file
 from parity_tests.cli_calls import FROZEN, call
 
 TEXT_FORMATS = ("table", "md", "html")
@@ -322,64 +316,6 @@ def test_csv_and_json_tell_nan_from_nothing(frozen: Comparison) -> None:
     assert [row["reached"] for row in tables_["gradients"]] == ["bitwise", None, "reduction-order", "reduction-order"]
 
 
-def test_worst_parameter_is_the_one_nearest_its_limit(frozen: Comparison) -> None:
-    """Not the largest error, but the largest share of the limit; none where all bits are equal."""
-    table = tables.gradient_table(frozen.reports)
-    for row, report in zip(table.to_dict(orient="records"), stored("report")["comparisons"], strict=True):
-        unequal = {each["name"]: each for each in report["params"] if not each["bitwise"]}
-        assert row["params_bitwise"] == 3 - len(unequal)
-        shares = {
-            name: max(
-                each["candidate_error"] / each["limit"],
-                each["candidate_row_error"] / each["row_limit"],
-            )
-            for name, each in unequal.items()
-        }
-        assert row["worst_param"] == max(shares, key=shares.__getitem__, default=None)
-        assert row["error"] == (unequal[row["worst_param"]]["candidate_error"] if unequal else None)
-    report = frozen.reports[1]
-    tight = replace(report.params[2], candidate_error=1e-9, limit=1.01e-9, bitwise=False)
-    row_off = replace(report.params[2], candidate_row_error=3.0, row_limit=1.0, bitwise=False)
-    lost = replace(report.params[0], candidate_error=math.nan, bitwise=False)
-    (row,) = tables.gradient_table([replace(report, params=(*report.params[:2], tight))]).to_dict(orient="records")
-    assert row["worst_param"] == tight.name
-    (row,) = tables.gradient_table([replace(report, params=(*report.params[:2], row_off))]).to_dict(orient="records")
-    assert row["worst_param"] == row_off.name
-    for params in ((lost, tight), (tight, lost)):
-        (row,) = tables.gradient_table([replace(report, params=params)]).to_dict(orient="records")
-        assert row["worst_param"] == lost.name
-
-
-def test_collective_table_pairs_counts_with_predictions(frozen: Comparison) -> None:
-    """An operation only counted, only predicted, off in bytes alone, and an engine without a formula."""
-    record = replace(
-        frozen.records["eager"],
-        collectives=[CollectiveCount("forward", "all_gather", 2, 100), CollectiveCount("forward", "broadcast", 1, 8)],
-        predicted=[CollectiveCount("forward", "all_gather", 2, 104), CollectiveCount("backward", "all_gather", 2, 104)],
-    )
-    table = tables.collective_table({"eager": record, "ddp": replace(record, predicted=None)}, {})
-    rows = [tuple(row.values())[1:-4] for row in table.to_dict(orient="records")]
-    assert rows == [
-        ("forward", "all_gather", 2, 100, 2, 104, False),
-        ("forward", "broadcast", 1, 8, 0, 0, False),
-        ("backward", "all_gather", 0, 0, 2, 104, False),
-        ("forward", "all_gather", 2, 100, None, None, None),
-        ("forward", "broadcast", 1, 8, None, None, None),
-    ]
-
-
-def test_memory_is_the_most_of_any_rank(frozen: Comparison) -> None:
-    """Start and peak are taken over ranks; the referee's memory is nobody's question."""
-    ranks = stored("eager")["memory"]
-    ranks[1]["peak_bytes"] += 7
-    memory = [StepMemory.from_dict(rank) for rank in ranks]
-    table = tables.memory_table({**frozen.records, "eager": replace(frozen.records["eager"], memory=memory)}, {})
-    assert table["engine"].tolist() == ENGINES[:-1]
-    (row,) = table[table["engine"] == "eager"].to_dict(orient="records")
-    assert (row["ranks"], row["start_bytes"], row["peak_bytes"]) == (2, ranks[1]["start_bytes"], ranks[1]["peak_bytes"])
-    assert row["step_bytes"] == ranks[1]["peak_bytes"] - ranks[1]["start_bytes"]
-
-
 def test_markdown_tables_are_well_formed(frozen: Comparison) -> None:
     """Every row of a table has as many cells as its head, also with a pipe in a name."""
     report = replace(frozen.reports[0], candidate="a|b\\c")
@@ -441,123 +377,3 @@ def test_table_fits_the_terminal(width: int, frozen: Comparison) -> None:
     shown = text(frozen, "table", width)
     assert max(len(line) for line in shown.splitlines() if line and line[0] in "┏┃┡│└") <= width
     assert "…" not in shown
-
-
-@given(st.integers(1, 5000))
-def test_shown_steps_hold_the_first_and_the_last(steps: int) -> None:
-    """Steps rise, are no more than a table has room for, and are all of a short run."""
-    shown = views.shown_steps(steps)
-    assert shown[0] == 0 and shown[-1] == steps - 1
-    assert shown == sorted(set(shown)) and len(shown) == min(steps, views.MAX_STEPS)
-
-
-def test_sizes_have_the_unit_that_suits_them(frozen: Comparison) -> None:
-    """Decimal units, as in the predicted column of a paper; bytes are whole."""
-    sizes = [0, 999, 1000, 336_000, 1_940_488, 32_121_044_992, 7 * 10**15]
-    others = {
-        "engine": "e",
-        "ranks": 1,
-        "peak_bytes": 0,
-        "step_bytes": None,
-        "active_bytes": None,
-        "reserved_bytes": None,
-    }
-    others |= tables.grade_of(None)
-    rows = [{**others, "start_bytes": size} for size in sizes]
-    table = tables.frame(rows, list(rows[0]))
-    shown = views.view_memory(table)["at start"].tolist()
-    assert shown == ["0 B", "999 B", "1.00 kB", "336.00 kB", "1.94 MB", "32.12 GB", "7000.00 TB"]
-
-
-def test_judged_pairs_hold_the_main_one_and_all_that_can_be_bitwise() -> None:
-    """Each candidate against the reference, compiled against eager first of all, and equal bits where they are due."""
-    four = ("eager", "compiled", "torch-fsdp2", "ddp")
-    against_single = [("single", name) for name in four]
-    inductor, traced = JobConfig(), JobConfig(backend="aot_eager")
-    bitwise = [("torch-fsdp2", "eager")]
-    assert judged_pairs(inductor, "single", four) == [("eager", "compiled"), *against_single, *bitwise]
-    bitwise.append(("torch-fsdp2", "compiled"))
-    assert judged_pairs(traced, "single", four) == [("eager", "compiled"), *against_single, *bitwise]
-    three_ranks = JobConfig(ranks=3, backend="aot_eager")  # torch's FSDP sums in gloo's order, ours in rank order
-    assert judged_pairs(three_ranks, "single", four) == [("eager", "compiled"), *against_single]
-    assert judged_pairs(inductor, "single", ("compiled", "eager"))[0] == ("eager", "compiled")
-    assert judged_pairs(inductor, "eager", ("compiled",)) == [("eager", "compiled")]
-    paths = ("fsdp_compiled.parallelize", "fsdp_eager.parallelize")
-    assert judged_pairs(inductor, "ddp", paths)[0] == (paths[1], paths[0])
-    assert needs_referee(inductor, [("eager", "compiled")]) and not needs_referee(traced, [("eager", "compiled")])
-
-
-def test_run_folders_are_new_and_named_by_their_job(tmp_path: Path) -> None:
-    """Two runs in one second do not share a folder; a model's name loses what a path must not hold."""
-    now = datetime(2026, 2, 3, 4, 5, 6)
-    job = JobConfig(model="my.models:build", ranks=3, param_dtype="bf16")
-    names = [make_run_folder(tmp_path / "a" / "b", job, now).name for _ in range(3)]
-    assert names == ["20260203-040506-my.models-build-3ranks-bf16" + suffix for suffix in ("", "-2", "-3")]
-    sized = replace(job, model="llama-debug,tied=true,frozen=" + "+".join(f"layers.{i}" for i in range(99)))
-    name = make_run_folder(tmp_path, sized, now).name
-    assert name.startswith("20260203-040506-llama-debug-tied-true-frozen-layers.0-layers.1-") and len(name) < 128
-    with pytest.raises(ConfigError, match="cannot make a folder"):
-        make_run_folder(FROZEN / "report.json", job, now)
-
-
-def test_latest_is_the_run_that_ended_last(frozen: Comparison, tmp_path: Path) -> None:
-    """Unfinished runs, which have no report, do not count."""
-    for name in ("b", "a", "c"):
-        write(tmp_path / name, frozen)
-    (tmp_path / "c" / "report.json").unlink()
-    assert find_run("latest", tmp_path).name == "a"
-    assert find_run("b", tmp_path) == tmp_path / "b"
-    with pytest.raises(ConfigError, match=r"run c: expected a folder with a report\.json"):
-        find_run("c", tmp_path)
-
-
-BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "report of another schema": ("report.json", lambda data: data.update(schema=99)),
-    "report without a job": ("report.json", lambda data: data.pop("job")),
-    "report with an unknown grade": ("report.json", lambda data: data["comparisons"][0].update(asked="perfect")),
-    "report with an unknown field": ("report.json", lambda data: data["comparisons"][0].update(mood="good")),
-    "report with a job of today's": ("report.json", lambda data: data["job"].update(ranks=0)),
-    "report with a word for a number": ("report.json", lambda data: data["comparisons"][1].update(margin="much")),
-    "report without engines": ("report.json", lambda data: data.pop("engines")),
-    "report with engines that are none": ("report.json", lambda data: data.update(engines=[1])),
-    "report naming no record": ("report.json", lambda data: data["engines"].append("gone")),
-    "record of another schema": ("eager.json", lambda data: data.update(schema=99)),
-    "record without losses": ("eager.json", lambda data: data.pop("losses")),
-    "record with a null": ("eager.json", lambda data: data.update(memory=None)),
-    "record without steps": ("eager.json", lambda data: data.update(losses=[], grad_norms=[])),
-    "record without a step": ("eager.json", lambda data: data["grad_digests"].pop()),
-    "record without a rank": ("eager.json", lambda data: data["losses"][0].pop()),
-    "record without a rank's memory": ("eager.json", lambda data: data["memory"].pop()),
-    "record with a number for a word": ("eager.json", lambda data: data["environment"].update(torch=2.13)),
-    "record with a word for a number": ("eager.json", lambda data: data["collectives"][0].update(count="two")),
-    "record of the last schema": ("eager.json", lambda data: data.update(schema=1)),
-    "record with a word for bytes": ("eager.json", lambda data: data["memory"][0]["points"][0].update(other="much")),
-    "record without a peak by class": ("eager.json", lambda data: data["memory"][0]["points"].pop()),
-    "record with a timeline cut off": ("eager.json", lambda data: data["timeline"]["times_s"].pop()),
-    "record with a fraction of a rank": ("eager.json", lambda data: data.update(world_size=1.5)),
-}
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_broken_records_end_in_one_line(name: str, tmp_path: Path) -> None:
-    """Whatever is wrong with a file: its name on one line and exit code 2."""
-    file, change = BREAKS[name]
-    folder = tmp_path / "run"
-    shutil.copytree(FROZEN, folder)
-    data = json.loads((folder / file).read_text())
-    change(data)
-    (folder / file).write_text(json.dumps(data))
-    ran = call("show", str(folder))
-    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
-    assert str(folder) in ran.err
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
-def test_files_that_are_no_records_end_in_one_line(content: bytes, tmp_path: Path) -> None:
-    """Empty, cut off, of another kind, or not even text."""
-    for file in ("report.json", "eager.json"):
-        folder = tmp_path / file
-        shutil.copytree(FROZEN, folder)
-        (folder / file).write_bytes(content)
-        ran = call("show", str(folder))
-        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and file in ran.err, ran

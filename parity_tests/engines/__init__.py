@@ -1,1 +1,1 @@
-"""Engines that fail, each in one way, and a small model; `test_cli.py` names them as a user names their own."""
+"""Engines that fail, each in one way, and small models; tests name them as a user names their own."""
