@@ -15,6 +15,7 @@ Differs: the ordered transport, and divide factors on every backend (torch uses 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,9 +39,9 @@ class Reduction:
 
     Attributes:
         transport: `NATIVE` or `ORDERED`, never `AUTO`.
-        op: the operation of the native reduce-scatter, "sum" or "avg"; ordered reductions always sum.
-        predivide: divisor applied before the sum, or None.
-        postdivide: divisor applied after the sum, or None.
+        op: the operation of native reductions, "sum" or "avg"; ordered reductions always sum.
+        predivide: divisor applied before the first sum, or None.
+        postdivide: divisor applied after the last sum, or None.
     """
 
     transport: Transport
@@ -49,36 +50,44 @@ class Reduction:
     postdivide: float | None = None
 
 
+@functools.cache
 def plan_reduction(
     *,
     world_size: int,
     reduce_dtype: torch.dtype,
     backend: str,
     transport: Transport = Transport.AUTO,
+    replicas: int = 1,
+    divide_factor: float | None = None,
+    force_sum: bool = False,
 ) -> Reduction:
-    """Decide how gradients of `reduce_dtype` are averaged over `world_size` ranks.
+    """Decide how gradients of `reduce_dtype` are averaged over `world_size` x `replicas` ranks.
 
     fp16 is divided on both sides of the sum, so that neither the addends underflow nor the sum overflows. fp64 needs it
     not; it is treated alike since torch does so with all but fp32 and bf16.
 
     Args:
-        world_size: ranks that hold a gradient each.
+        world_size: ranks that hold a gradient each, of one group of shards.
         reduce_dtype: dtype of the buffer that travels.
         backend: name of the process group's backend, such as "gloo" or "nccl".
         transport: `AUTO` picks by backend.
+        replicas: groups of shards; more than one with hybrid sharding.
+        divide_factor: what the sum over all ranks is divided by, in the place of their number.
+        force_sum: let native collectives sum and never average.
     """
     if transport is Transport.AUTO:
         transport = Transport.ORDERED if backend == "gloo" else Transport.NATIVE
+    factor = float(world_size * replicas) if divide_factor is None else float(divide_factor)
     if reduce_dtype not in (torch.float32, torch.bfloat16):
-        # a power of two, so exact, that halves the exponent range each side needs: about sqrt(world_size), as far as
+        # a power of two, so exact, that halves the exponent range each side needs: about sqrt(factor), as far as
         # powers of two divide that
         predivide = 1
-        while world_size % predivide == 0 and world_size > predivide**2:
+        while factor % predivide == 0 and factor > predivide**2:
             predivide *= 2
-        return Reduction(transport, "sum", float(predivide), world_size / predivide)
-    if transport is Transport.NATIVE:
+        return Reduction(transport, "sum", float(predivide), factor / predivide)
+    if transport is Transport.NATIVE and divide_factor is None and not force_sum:
         return Reduction(transport, "avg")
-    return Reduction(transport, "sum", None, float(world_size))
+    return Reduction(transport, "sum", None, factor)
 
 
 def sum_in_rank_order(pieces: torch.Tensor) -> torch.Tensor:

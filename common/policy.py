@@ -1,7 +1,7 @@
 """In which dtype a sharded model computes, reduces and returns; both engines keep the same policy.
 
 Source: torch 2.13 `torch.distributed.fsdp.MixedPrecisionPolicy`, same fields and meaning.
-Left out: offload policies; tensors inside dataclasses are not cast.
+Left out: tensors inside dataclasses are cast by `fsdp_eager` only.
 """
 
 from __future__ import annotations
@@ -57,6 +57,22 @@ class MixedPrecisionPolicy:
     def cast_outputs(self, tree: T) -> T:
         """Cast the floating-point tensors of a module's outputs, if the policy asks for it."""
         return cast_floating(tree, self.output_dtype)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards live: where the model computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and with them the optimizer live on the CPU; what is gathered lives where it computes.
+
+    Args:
+        pin_memory: hold shards in page-locked memory, from which a GPU copies beside its compute.
+    """
+
+    pin_memory: bool = True
 
 
 def cast_floating(tree: T, dtype: torch.dtype | None) -> T:

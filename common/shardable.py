@@ -15,24 +15,29 @@ from torch.distributed.tensor import DTensor
 from common.errors import EngineError
 
 
-def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Refuse meshes that the engines cannot shard over.
+def check_mesh(mesh: DeviceMesh | None, *, max_dims: int = 1) -> DeviceMesh:
+    """Refuse meshes that an engine cannot shard over.
+
+    Args:
+        mesh: to shard over its last dimension.
+        max_dims: 2 if it may have another, of replicas, before that.
 
     Raises:
-        EngineError: no mesh, or one of several dimensions.
+        EngineError: no mesh, or one of more dimensions.
     """
-    if mesh is None or mesh.ndim != 1:
+    if mesh is None or not 1 <= mesh.ndim <= max_dims:
         found = "none" if mesh is None else f"one of {mesh.ndim} dimensions"
-        raise EngineError(f"mesh: expected one of one dimension, found {found}; build it with common.mesh.build_mesh")
+        expected = "one dimension" if max_dims == 1 else "one dimension, or of two for hybrid sharding"
+        raise EngineError(f"mesh: expected one of {expected}, found {found}; build it with common.mesh.build_mesh")
     return mesh
 
 
-def check_shardable(params: Iterable[tuple[str, nn.Parameter]], device_type: str) -> None:
+def check_shardable(params: Iterable[tuple[str, nn.Parameter]], device_type: str | None) -> None:
     """Refuse parameters that cannot be cut into rows.
 
     Args:
         params: name and parameter.
-        device_type: of the mesh.
+        device_type: where they have to be, if the engine does not move them.
 
     Raises:
         EngineError: a parameter that is sharded already or of a class of its own, that has no dimensions, is not
@@ -53,7 +58,7 @@ def check_shardable(params: Iterable[tuple[str, nn.Parameter]], device_type: str
                 f"parameter {name!r}: not contiguous, strides {param.stride()} for shape {list(param.shape)}; "
                 "replace it by a contiguous copy before sharding"
             )
-        if param.device.type != device_type:
+        if device_type is not None and param.device.type != device_type:
             raise EngineError(
                 f"parameter {name!r}: on {param.device}, but the mesh is on {device_type!r}; "
                 "move the model there before sharding it"

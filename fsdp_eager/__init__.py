@@ -5,7 +5,18 @@ Built on DTensor, torch.distributed and hooks; it does not use `torch.distribute
 """
 
 from common.gradient import Transport
-from common.policy import MixedPrecisionPolicy
-from fsdp_eager.api import FSDPModule, fully_shard
+from common.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_eager.api import fully_shard
+from fsdp_eager.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "Transport", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Transport",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,82 +1,48 @@
 """Entry point: `fully_shard` makes modules share their parameters over ranks, in place.
 
 Counterpart: fsdp_compiled/api.py, where the class swap puts a traced computation in front of each parameter.
-Source: torch 2.13 `_fully_shard.py` and `_fsdp_init.py`, `fully_shard` and `FSDPModule`. Differs: `transport` says how
-reductions travel; a parameter in two groups is an error when the second is made, not at the first forward; no scan of
-all names for each call.
-Left out: `reshard_after_forward` as None or a number, `shard_placement_fn`, `offload_policy`, `ignored_params`,
-two-dimensional meshes, the meta device, and the methods of `FSDPModule` other than `unshard` and `reshard`.
+Source: torch 2.13 `_fully_shard.py` and `_fsdp_init.py`, `fully_shard`. Differs: `transport` says how
+reductions travel; a parameter in two groups is an error when the second is made, not at the first forward; parameters
+of several dtypes are that many groups; a dimension other than the first may be cut unevenly; no scan of all names for
+each call. What a sharded module can be told is in module.py.
+Left out: `dp_mesh_dims`, meshes of single parameters (`ShardPlacementResult`), parameters that are DTensors already.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from common.errors import EngineError
 from common.gradient import Transport
-from common.policy import MixedPrecisionPolicy
+from common.mesh import build_mesh
+from common.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from common.shardable import check_mesh
 from fsdp_eager.bucket import FSDPParamGroup, GroupOptions
+from fsdp_eager.module import FSDPModule
 from fsdp_eager.param import Managed
-from fsdp_eager.schedule import EventLog, Schedule
-from fsdp_eager.state import FSDPState, GroupState, init_root, state_of
+from fsdp_eager.root import GroupState
+from fsdp_eager.state import FSDPState, state_of
 
 T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
-
-
-class FSDPModule(nn.Module):
-    """What a sharded module is an instance of, besides its own class."""
-
-    fsdp_state: FSDPState
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the original class: a slice of a sharded `nn.Sequential` is a plain one."""
-        original = next(base for base in cls.__bases__ if base is not FSDPModule)
-        return original(*args, **kwargs)
-
-    def __deepcopy__(self, memo: object) -> FSDPModule:
-        """Refuse: a copy would share buffers, hooks and process group with the original."""
-        raise EngineError(
-            f"{type(self).__name__}: a sharded module cannot be copied; copy it before sharding, or use its state_dict"
-        )
-
-    def unshard(self) -> None:
-        """Gather the parameters of this module's groups now; a forward or `reshard` gives them back."""
-        schedule = self._schedule()
-        for state in self.fsdp_state.groups:
-            schedule.unshard(state.group)
-
-    def reshard(self) -> None:
-        """Hold shards and free the whole parameters of this module's groups."""
-        schedule = self._schedule()
-        for state in self.fsdp_state.groups:
-            schedule.reshard(state.group)
-
-    def log_schedule(self, log: EventLog | None) -> None:
-        """Tell `log` of each launch, wait and free in the whole model from now on; None ends it."""
-        root = self.fsdp_state.root or init_root(self.fsdp_state)
-        root.schedule.log = log
-
-    def _schedule(self) -> Schedule:
-        """The model's schedule; before the first forward, when nobody knows what the model is, one of its own."""
-        if self.fsdp_state.root is not None:
-            return self.fsdp_state.root.schedule
-        return Schedule([state.group for state in self.fsdp_state.groups], self.fsdp_state.device)
 
 
 def fully_shard(
     module: T,
     *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool = True,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
     transport: Transport = Transport.AUTO,
 ) -> T:
     """Shard, as one group, the parameters of `module` that no call on a module inside it has sharded.
@@ -85,9 +51,14 @@ def fully_shard(
 
     Args:
         module: a module, or several whose parameters travel together; each is changed in place and returned.
-        mesh: 1-D; each of its ranks holds a part of every parameter.
-        reshard_after_forward: free the whole parameters between forward and backward.
+        mesh: 1-D; each of its ranks holds a part of every parameter. 2-D: hybrid sharding, each row of it holds the
+            whole model. None: all ranks.
+        reshard_after_forward: free the whole parameters between forward and backward; a number: keep one part of so
+            many, and gather over that many ranks in backward; None: True, but False for the root.
+        shard_placement_fn: says for a parameter which dimension is cut; None: the first.
         mp_policy: dtypes of compute, of reduction and of inputs and outputs.
+        offload_policy: where shards live.
+        ignored_params: left as they are, neither sharded nor reduced nor moved.
         transport: how gradients travel, see common/gradient.py.
 
     Raises:
@@ -96,8 +67,6 @@ def fully_shard(
     """
     given: Sequence[nn.Module] = [module] if isinstance(module, nn.Module) else module
     modules = list(dict.fromkeys(given))
-    if not isinstance(reshard_after_forward, bool):
-        raise EngineError(f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}")
     for item in modules:
         title = f"fully_shard: {type(item).__name__}"
         if state_of(item) is not None:
@@ -105,17 +74,25 @@ def fully_shard(
         if not is_callable(item):
             raise EngineError(f"{title} has no forward, so no hook would run; apply it to each module inside")
     roots = [item for item in modules if sum(item in set(other.modules()) for other in modules) == 1]
+    mesh = check_mesh(_world_mesh() if mesh is None else mesh, max_dims=2)
     options = GroupOptions(
-        mesh=check_mesh(mesh),
+        mesh=mesh,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
-        reshard_after_forward=reshard_after_forward,
+        offload_policy=_check_offload(offload_policy or OffloadPolicy()),
+        reshard_after_forward=_check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1)),
         transport=transport,
     )
-    managed = _unmanaged(roots)
-    if managed:
-        shard_group(roots, managed, options, name="")
+    ignored = set(ignored_params)
+    by_dtype: dict[torch.dtype, list[Managed]] = {}
+    for name, param, owners in _unmanaged(roots):
+        if param not in ignored:
+            managed = Managed(name, param, owners, _dim_to_cut(name, param, shard_placement_fn))
+            by_dtype.setdefault(param.dtype, []).append(managed)
+    for same_dtype in by_dtype.values():
+        shard_group(roots, same_dtype, options, name="")
     for item in roots:  # also a module with nothing left to shard has hooks: it casts inputs, and may be the root
         attach(item, options)
+        _move_buffers(item, options.device)
     return module
 
 
@@ -147,7 +124,7 @@ def attach(module: nn.Module, options: GroupOptions) -> FSDPState:
     """Put hooks on `module` and swap its class, once; return its state."""
     state = state_of(module)
     if state is None:
-        state = FSDPState(module, options.mp_policy, torch.device(options.mesh.device_type))
+        state = FSDPState(module, options.mp_policy, options.device)
         vars(module)["fsdp_state"] = state
         module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # a Module class is hashable
     return state
@@ -158,6 +135,49 @@ def is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+def _world_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise EngineError("mesh: expected one, or a process group; call torch.distributed.init_process_group first")
+    accelerator = torch.accelerator.current_accelerator()
+    return build_mesh("cpu" if accelerator is None else accelerator.type)
+
+
+def _check_reshard(value: bool | int | None, ranks: int) -> bool | int | None:
+    """What `reshard_after_forward` means on so many ranks: the two ends of its range are bools."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or ranks % value:
+        raise EngineError(f"reshard_after_forward: expected a bool or a divisor of the {ranks} ranks, found {value!r}")
+    return {1: False, ranks: True}.get(value, value)
+
+
+def _check_offload(policy: OffloadPolicy) -> OffloadPolicy:
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        raise EngineError("CPUOffloadPolicy: pin_memory needs a GPU, and there is none; set pin_memory=False")
+    return policy
+
+
+def _dim_to_cut(name: str, param: nn.Parameter, placement_of: Callable[[nn.Parameter], Shard | None] | None) -> int:
+    """The dimension that the user wants cut, counted from the front."""
+    placement = None if placement_of is None else placement_of(param)
+    if placement is None:
+        return 0
+    if type(placement) is not Shard or not -param.ndim <= placement.dim < param.ndim:
+        raise EngineError(
+            f"parameter {name!r}: expected Shard of one of its {param.ndim} dimensions or None from "
+            f"shard_placement_fn, found {placement!r}"
+        )
+    return placement.dim % param.ndim
+
+
+def _move_buffers(root: nn.Module, device: torch.device) -> None:
+    """Bring the buffers inside `root` to where it computes, but for those that are on the meta device."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device and not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+
+
 def _managed_by(param: nn.Parameter) -> GroupState | None:
     """The group that `param` is, or was, sharded in."""
     state = vars(param).get("fsdp_group")
@@ -165,8 +185,10 @@ def _managed_by(param: nn.Parameter) -> GroupState | None:
     return state
 
 
-def _unmanaged(roots: Sequence[nn.Module]) -> list[Managed]:
-    """The parameters under `roots` that no inner call has sharded, in registration order."""
+def _unmanaged(
+    roots: Sequence[nn.Module],
+) -> Iterator[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]]:
+    """The parameters under `roots` that no inner call has sharded, in registration order: name, itself, owners."""
     inside = dict.fromkeys(module for root in roots for module in root.modules())
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in inside:
@@ -175,7 +197,9 @@ def _unmanaged(roots: Sequence[nn.Module]) -> list[Managed]:
             inner = group is not None and any(member.module in inside for member in group.members)
             if not (inner and isinstance(param, DTensor)):
                 owners.setdefault(param, []).append((module, attribute))
-    return [Managed(f"{type(held[0][0]).__name__}.{held[0][1]}", param, tuple(held)) for param, held in owners.items()]
+    for param, held in owners.items():
+        module, attribute = held[0]
+        yield f"{type(module).__name__}.{attribute}", param, tuple(held)
 
 
 @functools.cache

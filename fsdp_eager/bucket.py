@@ -2,8 +2,9 @@
 
 Counterpart: fsdp_compiled/bucket.py, where a bucket is a rewrite of the graph.
 Source: torch 2.13 `_fsdp_param_group.py`, class `FSDPParamGroup`; the FSDP paper (arXiv 2304.11277), FlatParameter,
-for the flat buffer. Differs: knows nothing of hooks and steps (state.py) nor of when to launch (schedule.py).
-Left out: several meshes or dtypes in one group, resharding to a smaller mesh, accumulation without reduction.
+for the flat buffer. Differs: knows nothing of hooks and steps (state.py), of when to launch (schedule.py), nor of
+gradients (reduction.py).
+Left out: several meshes or dtypes in one group.
 
 Shapes: W ranks, S elements of this rank's padded shard of all parameters, in registration order.
 
@@ -15,30 +16,23 @@ though they share a buffer. Messages stay dense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.gradient import Transport, plan_reduction
-from common.mesh import backend_of
-from common.policy import MixedPrecisionPolicy
-from common.ranges import LAUNCH_GATHER, LAUNCH_REDUCE, WAIT_GATHER, WAIT_REDUCE, bucket_range
+from common.errors import EngineError
+from common.gradient import Transport
+from common.mesh import backend_of, neighbours
+from common.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from common.shardable import check_shardable
-from fsdp_eager.collectives import (
-    PendingReduction,
-    copy_out,
-    finish_reduction,
-    launch_gather,
-    launch_reduction,
-    pack_gradients,
-    wait_reduction,
-)
-from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState, check_one_dtype
+from fsdp_eager.collectives import copy_out, launch_gather
+from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState
+from fsdp_eager.reduction import GradientReducer
 from fsdp_eager.reshard import SharedBuffer, WholeBuffer
+from fsdp_eager.torch_private import local_shard, version_of
 
 ALIGNED = 32
 """Elements, 64 bytes of the narrowest dtype; see [Note: alignment]."""
@@ -49,18 +43,49 @@ class GroupOptions:
     """How a group is sharded.
 
     Attributes:
-        mesh: 1-D; the ranks that hold a shard each.
+        mesh: 1-D; the ranks that hold a shard each. Or 2-D: replicas of that.
         mp_policy: dtypes of the gather and of the reduction.
-        reshard_after_forward: free whole parameters after forward, gather them again in backward.
+        offload_policy: where shards live.
+        reshard_after_forward: free whole parameters after forward, gather them again in backward; a number: keep one
+            part of so many; None: as True, but False for the root.
         prefetch: let the gather be launched one group ahead of its use.
         transport: how reductions travel.
     """
 
     mesh: DeviceMesh
-    mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool = True
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | int | None = True
     prefetch: bool = True
     transport: Transport = Transport.AUTO
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where shards live."""
+        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else self.device
+
+
+@dataclass
+class GatherSwitches:
+    """What users set on a group about its whole parameters, each by a method of `FSDPModule`.
+
+    Attributes:
+        reshard_after_forward: see `GroupOptions`; None until it is known what the root is.
+        reshard_after_backward: free whole parameters after backward.
+        unshard_in_backward: backward needs whole parameters.
+    """
+
+    reshard_after_forward: bool | int | None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
 
 
 class FSDPParamGroup:
@@ -69,11 +94,14 @@ class FSDPParamGroup:
     Attributes:
         name: what messages and logs call it; empty until the first forward, if the caller gave none.
         options: how it is sharded.
+        switches: what users change.
         params: in registration order.
         state: what the modules hold now.
         whole: the buffer of whole parameters.
-        communicates: whether its gathers and reductions are collectives at all.
+        reducer: the way of their gradients.
     """
+
+    whole: WholeBuffer
 
     def __init__(self, managed: Sequence[Managed], options: GroupOptions, name: str) -> None:
         """Shard the parameters; from here on their modules hold the shards.
@@ -81,57 +109,93 @@ class FSDPParamGroup:
         Raises:
             EngineError: a parameter that cannot be sharded, see `common.shardable`; or two dtypes.
         """
-        check_shardable(((item.name, item.param) for item in managed), options.mesh.device_type)
-        check_one_dtype(managed)
+        check_shardable(((item.name, item.param) for item in managed), None)
+        check_one_dtype((item.name, item.param) for item in managed)
         self.name = name
         self.options = options
+        self.switches = GatherSwitches(options.reshard_after_forward)
         self.state = ShardedState.SHARDED
+        mesh = options.mesh
+        self._world_size = mesh.size(mesh.ndim - 1)
+        self._group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
+        reshard = options.reshard_after_forward
+        self._neighbours = None if isinstance(reshard, bool | None) else neighbours(mesh, reshard)
+        self._cuts = [Cut(item.param.shape, self._world_size, item.dim) for item in managed]
         first = managed[0].param
-        self._world_size = options.mesh.size()
-        self._process_group: dist.ProcessGroup = options.mesh.get_group()
-        self._dtype = first.dtype
-        self._compute_dtype = options.mp_policy.compute_dtype(first)
-        self._reduce_dtype = options.mp_policy.reduction_dtype(first)
-        self._reduction = plan_reduction(
-            world_size=self._world_size,
-            reduce_dtype=self._reduce_dtype,
-            backend=backend_of(self._process_group, options.mesh.device_type),
-            transport=options.transport,
+        parts = self._allocate(first, first.device if first.is_meta else options.shard_device)
+        self.params = tuple(
+            FSDPParam(item, cut, mesh, *part) for item, cut, part in zip(managed, self._cuts, parts, strict=True)
         )
-        cuts = [Cut(item.param.shape, self._world_size) for item in managed]
-        chunks = [cut.chunk_numel for cut in cuts]
-        whole_chunks = [self._world_size * chunk for chunk in chunks]
-        places = _places(whole_chunks)
-        shard_places = places if self._world_size == 1 else chunks  # what one rank computes with is its shard
-        shard_numel = sum(shard_places)
-        self._shard = torch.zeros(shard_numel, dtype=self._dtype, device=first.device)  # [S], zeros: the padding
-        self.whole = (
-            SharedBuffer(self._shard)
-            if self._world_size == 1 and self._compute_dtype is self._dtype
-            else WholeBuffer(sum(places), self._compute_dtype, first.device)
-        )
-        self.communicates = self._world_size > 1 and shard_numel > 0
-        parts = zip(managed, cuts, self._shard.split(shard_places), self.whole.whole.split(places), strict=True)
-        self.params = tuple(FSDPParam(item, cut, options.mesh, shard, whole) for item, cut, shard, whole in parts)
-        self._regions = [  # [W, c_i] each, where copy-out writes
-            region[: self._world_size * chunk].view(self._world_size, chunk)
-            for region, chunk in zip(self.whole.writable.split(places), chunks, strict=True)
-        ]
         self.whole.free()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # what is gathered into, and its handle
+        self._kept: torch.Tensor | None = None  # see [Note: a piece for backward]
+        self._gathered_version = self._version()
+        self.reducer = GradientReducer(
+            self.params,
+            shard_group=self._group,
+            replica_group=mesh.get_group(0) if mesh.ndim == 2 else None,
+            reduce_dtype=options.mp_policy.reduction_dtype(self._shard),
+            transport=options.transport,
+            backend=backend_of(self._group, mesh.device_type),
+        )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its gathers and reductions are collectives at all."""
+        return self._shard.numel() > 0 and self.options.mesh.size() > 1
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The ranks that share the parameters."""
+        return dist.get_process_group_ranks(self._group)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shards were written to since the whole parameters were gathered."""
+        return self._version() != self._gathered_version
+
+    def _version(self) -> int:
+        """A count of writes to the shards: DTensors count those made through them, the buffer those made past them."""
+        return version_of(self._shard) + sum(version_of(param.sharded_param) for param in self.params)
+
+    def settle(self) -> None:
+        """Take over what users did to the shards since the last gather: converted, moved, made real, loaded.
+
+        Raises:
+            EngineError: there is nothing to gather yet, or two dtypes.
+        """
+        if not any([param.is_moved() for param in self.params]) and not self._shard.is_meta:
+            return
+        locals_ = {param.name: local_shard(param.sharded_param) for param in self.params}
+        unreal = [name for name, local in locals_.items() if local.is_meta]
+        if unreal:
+            raise EngineError(
+                f"parameters {', '.join(unreal[:5])}: expected real values, found the meta device; before the first "
+                'forward call model.to_empty(device="cpu") and set values, or load a state dict with assign=True'
+            )
+        check_one_dtype(locals_.items())
+        parts = self._allocate(next(iter(locals_.values())), self.options.shard_device)
+        for param, part in zip(self.params, parts, strict=True):
+            param.move_into(*part)
+        self.whole.free()
+        self.reducer.reduce_dtype = self.options.mp_policy.reduction_dtype(self._shard)
 
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to gather the whole parameters; the group must be sharded."""
-        assert self.state is ShardedState.SHARDED
-        if self.communicates:
-            if len(self.params) == 1:  # ordered by rank is in order already: gather into place
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            assert self._neighbours is not None
+            self.whole.alloc()
+            self._pending = self.whole.writable, launch_gather(kept, self.whole.writable, self._neighbours)
+        elif self._world_size > 1 and self._shard.numel():
+            if self._is_ordered:
                 self.whole.alloc()
                 gathered = self.whole.writable
             else:
                 gathered = self.whole.writable.new_empty(self._world_size * self._shard.numel())
-            with bucket_range(LAUNCH_GATHER, self.name):
-                self._pending = gathered, launch_gather(self._shard, gathered, self._process_group)
+            self._pending = gathered, launch_gather(self._shard, gathered, self._group)
+        self._gathered_version = self._version()
         self.state = ShardedState.GATHERING
 
     @torch.no_grad()
@@ -140,15 +204,14 @@ class FSDPParamGroup:
         assert self.state is ShardedState.GATHERING
         if self._pending is not None:
             gathered, work = self._pending
-            with bucket_range(WAIT_GATHER, self.name):
-                work.wait()
+            work.wait()
             self.whole.alloc()
             if gathered is not self.whole.writable:
-                copy_out(gathered, self._regions)
+                copy_out(gathered, self._wholes, self._cuts)
             self._pending = None
         elif not isinstance(self.whole, SharedBuffer):  # one rank: the cast is all there is to do
             self.whole.alloc()
-            self.whole.writable.copy_(self._shard)
+            self.whole.writable[: self._shard.numel()].copy_(self._shard)
         for param in self.params:
             param.to_unsharded()
         self.state = ShardedState.UNSHARDED
@@ -157,60 +220,65 @@ class FSDPParamGroup:
         """Wait for a gather that nobody came to use, and drop it."""
         assert self.state is ShardedState.GATHERING
         if self._pending is not None:
-            with bucket_range(WAIT_GATHER, self.name):
-                self._pending[1].wait()
+            self._pending[1].wait()
             self._pending = None
         self.whole.free()
         self.state = ShardedState.SHARDED
 
-    def reshard(self) -> None:
-        """Let modules hold shards again and free the whole parameters."""
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Let modules hold shards again and free the whole parameters, `after_forward` all but the piece to keep."""
         if self.state is ShardedState.UNSHARDED:
             for param in self.params:
                 param.to_sharded()
+            keep = self._neighbours if after_forward and self.switches.reshard_after_forward is not True else None
+            self._kept = None if keep is None else self.whole.piece(keep.rank(), keep.size())
             self.whole.free()
+            self.state = ShardedState.SHARDED if self._kept is None else ShardedState.SHARDED_POST_FORWARD
+        elif self.state is ShardedState.SHARDED_POST_FORWARD and not after_forward:
+            self._kept = None
             self.state = ShardedState.SHARDED
 
-    def take_gradients(self) -> list[tuple[FSDPParam, torch.Tensor]]:
-        """Hand out the gradients that autograd left in whole parameters; unused and frozen parameters have none."""
-        taken = [(param, param.take_gradient()) for param in self.params]
-        return [(param, gradient) for param, gradient in taken if gradient is not None]
-
-    @torch.no_grad()
-    def pack(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.Tensor:
-        """Copy gradients, as `take_gradients` gave them, into the message [W, S of these parameters] of a reduction.
-
-        Empties the list, so that their memory is free before more is asked for.
-        """
-        chunks = [param.cut.chunk_numel for param, _ in gradients]
-        packed = pack_gradients([grad for _, grad in gradients], chunks, self._world_size, self._reduce_dtype)
-        gradients.clear()
-        return packed
-
-    @torch.no_grad()
-    def launch_reduction(self, packed: torch.Tensor) -> PendingReduction:
-        """Start to reduce what `pack` returned."""
-        with self._range(LAUNCH_REDUCE):
-            return launch_reduction(packed, self._process_group, self._reduction)
-
-    def wait_reduction(self, pending: PendingReduction) -> None:
-        """Wait until the reduction's data is here."""
-        with self._range(WAIT_REDUCE):
-            wait_reduction(pending)
-
-    def _range(self, event: str) -> AbstractContextManager[object]:
-        """A range in whatever profile is recorded; none if nothing travels."""
-        return bucket_range(event, self.name) if self.communicates else nullcontext()
-
-    @torch.no_grad()
-    def finish_reduction(self, params: Sequence[FSDPParam], pending: PendingReduction) -> None:
-        """Wait for the reduction and put its parts, views of one buffer, into `.grad` of the sharded `params`."""
-        self.wait_reduction(pending)
-        total = finish_reduction(pending).to(self._dtype)
-        for param, part in zip(params, total.split([param.cut.chunk_numel for param in params]), strict=True):
-            param.accept_gradient(part)
+    def _allocate(self, like: torch.Tensor, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """New buffers for parameters of the dtype of `like`: of each, its parts of the shard and of the whole."""
+        policy = self.options.mp_policy
+        dtype, compute_dtype = like.dtype, policy.compute_dtype(like)
+        chunks = [cut.chunk_numel for cut in self._cuts]
+        places = _places([self._world_size * chunk for chunk in chunks])
+        shard_places = places if self._world_size == 1 else chunks  # what one rank computes with is its shard
+        pinned = isinstance(self.options.offload_policy, CPUOffloadPolicy) and self.options.offload_policy.pin_memory
+        self._shard = torch.zeros(
+            sum(shard_places), dtype=dtype, device=device, pin_memory=pinned
+        )  # zeros: the padding
+        compute_device = device if device.type == "meta" else self.options.device
+        total = sum(places)
+        if self._neighbours is not None:
+            total = -(-total // self._neighbours.size()) * self._neighbours.size()
+        shared = self._world_size == 1 and compute_dtype is dtype and compute_device == device
+        self.whole = SharedBuffer(self._shard) if shared else WholeBuffer(total, compute_dtype, compute_device)
+        wholes = self.whole.whole[: sum(places)].split(places)
+        self._wholes = [
+            part[: self._world_size * chunk]
+            for part, chunk in zip(self.whole.writable[: sum(places)].split(places), chunks, strict=True)
+        ]
+        self._is_ordered = len(self._cuts) == 1 and self._cuts[0].dim == 0 and total == sum(places)
+        return list(zip(self._shard.split(shard_places), wholes, strict=True))
 
 
 def _places(sizes: Sequence[int]) -> list[int]:
     """How much of a buffer each of `sizes` takes if the one after it is to begin aligned; see [Note: alignment]."""
     return [*(-(-size // ALIGNED) * ALIGNED for size in sizes[:-1]), *sizes[-1:]]
+
+
+def check_one_dtype(params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that cannot travel in one message.
+
+    Raises:
+        EngineError: two dtypes.
+    """
+    (first_name, first), *others = params
+    for name, param in others:
+        if param.dtype != first.dtype:
+            raise EngineError(
+                f"parameter {name!r}: {param.dtype}, but {first_name!r} in the same group is {first.dtype}; one "
+                "group travels in one dtype, so put parameters of different dtypes into different groups"
+            )

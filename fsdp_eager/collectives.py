@@ -1,19 +1,20 @@
-"""The collectives of one group: all-gather and copy-out, packing and reduction.
+"""The collectives of one group: all-gather and copy-out, packing, reduction over shards and over replicas.
 
 Counterpart: fsdp_compiled/collectives.py, where they are nodes of a graph.
 Source: torch 2.13 `_fsdp_collectives.py` (`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`).
 Differs: no copy-in, since a group's shards already lie in one buffer; a second transport for reductions
 (see [Note: rank order] in common/gradient.py); every collective is a work handle, on every device.
-Left out: custom collectives, mixed dtypes in one message, reduction over replicas.
+Left out: custom collectives, mixed dtypes in one message.
 
-Shapes: W ranks, n parameters, c_i elements of parameter i's padded chunk, S = c_1 + ... + c_n.
+Shapes: W ranks, R replicas, n parameters, c_i elements of parameter i's padded chunk, S = c_1 + ... + c_n.
 
-    shard [S]  --all-gather-->  gathered [W, S]  --copy-out-->  n regions [W, c_i]: each parameter contiguous
-    n gradients  --pack-->  packed [W, S]  --reduce-->  shard [S]: the mean of this rank's rows
+    shard [S]  --all-gather-->  gathered [W, S]  --copy-out-->  n whole parameters, each contiguous
+    n gradients  --pack-->  packed [W, S]  --reduce-scatter-->  [S]  --all-reduce-->  [S]: summed or averaged
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.gradient import Reduction, Transport, sum_in_rank_order
+from fsdp_eager.param import Cut
 
 # torch 2.13 renamed the two and warns of the old names; 2.11 and 2.12 have only those.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,31 +46,56 @@ def launch_gather(shard: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> 
     return work
 
 
-def copy_out(gathered: Tensor, regions: Sequence[Tensor]) -> None:
-    """Sort `gathered` [W * S], ordered by rank, into `regions` [W, c_i], one per parameter."""
-    sizes = [region.shape[1] for region in regions]
-    torch.split_with_sizes_copy(gathered.view(-1, sum(sizes)), sizes, dim=1, out=list(regions))
-
-
-def pack_gradients(gradients: Sequence[Tensor], chunks: Sequence[int], world_size: int, dtype: torch.dtype) -> Tensor:
-    """Lay gradients out by the rank that needs their rows, cast to `dtype`.
+def copy_out(gathered: Tensor, wholes: Sequence[Tensor], cuts: Sequence[Cut]) -> None:
+    """Sort `gathered` [W * S], ordered by rank, into whole parameters.
 
     Args:
-        gradients: one of shape [d0, ...] for each parameter.
-        chunks: c_i of each.
+        gathered: what came.
+        wholes: one for each parameter, 1D [W * c_i].
+        cuts: of each.
+    """
+    sizes = [cut.chunk_numel for cut in cuts]
+    world_size = gathered.numel() // sum(sizes)
+    rows = gathered.view(world_size, -1)
+    if all(cut.dim == 0 for cut in cuts):  # chunks of rows follow each other in memory: one kernel for all
+        out = [whole.view(world_size, -1) for whole in wholes]
+        torch.split_with_sizes_copy(rows, sizes, dim=1, out=out)
+        return
+    for chunks, whole, cut in zip(rows.split(sizes, dim=1), wholes, cuts, strict=True):
+        target = whole[: cut.numel].view(cut.shape)
+        for rank in range(world_size):
+            shape = cut.shape_of(rank)
+            cut.part(target, rank).copy_(chunks[rank, : math.prod(shape)].view(shape))
+
+
+def pack_gradients(gradients: Sequence[Tensor], cuts: Sequence[Cut], world_size: int, dtype: torch.dtype) -> Tensor:
+    """Lay gradients out by the rank that needs their part, cast to `dtype`.
+
+    Args:
+        gradients: one for each parameter, in its shape.
+        cuts: of each.
         world_size: W.
         dtype: what travels.
 
     Returns:
         packed [W, S]; row r holds the chunks of rank r, one parameter after the other, padded with zeros.
     """
-    columns = []
-    for gradient, chunk in zip(gradients, chunks, strict=True):
-        flat = gradient.reshape(-1)
-        missing = world_size * chunk - flat.numel()
-        columns.append((F.pad(flat, (0, missing)) if missing else flat).view(world_size, chunk))
-    packed = gradients[0].new_empty(world_size, sum(chunks), dtype=dtype)
+    columns = [_by_rank(gradient, cut, world_size) for gradient, cut in zip(gradients, cuts, strict=True)]
+    packed = gradients[0].new_empty(world_size, sum(cut.chunk_numel for cut in cuts), dtype=dtype)
     return torch.cat(columns, dim=1, out=packed)
+
+
+def _by_rank(gradient: Tensor, cut: Cut, world_size: int) -> Tensor:
+    """The chunks of one gradient [W, c_i], by the rank that needs them."""
+    if cut.dim == 0:
+        flat = gradient.reshape(-1)
+        missing = world_size * cut.chunk_numel - flat.numel()
+        return (F.pad(flat, (0, missing)) if missing else flat).view(world_size, cut.chunk_numel)
+    chunks = gradient.new_zeros(world_size, cut.chunk_numel)
+    for rank in range(world_size):
+        shape = cut.shape_of(rank)
+        chunks[rank, : math.prod(shape)].view(shape).copy_(cut.part(gradient, rank))
+    return chunks
 
 
 @dataclass
@@ -76,49 +103,46 @@ class PendingReduction:
     """A reduction in flight.
 
     Attributes:
-        packed: [W, S], what this rank sends; held until the transfer is over, and no longer.
-        received: native: 1D [S], reduced; ordered: [W, S], row r from rank r, not yet summed.
+        sent: what this rank sends; held until the transfer is over, and no longer.
+        received: native: 1D [S], reduced; ordered: 2D, row r from rank r, not yet summed.
         work: the handle to wait on; None if there is nobody to send to, or nothing to send.
-        reduction: the arithmetic that was asked for.
     """
 
-    packed: Tensor | None
+    sent: Tensor | None
     received: Tensor
     work: dist.Work | None
-    reduction: Reduction
+
+    def wait(self) -> Tensor:
+        """Wait until the data is here, and let go of what was sent.
+
+        Returns:
+            1D [S], this rank's chunks, reduced, in the dtype that travelled.
+        """
+        if self.work is not None:
+            self.work.wait()
+        self.sent = self.work = None  # the handle holds the message too
+        return sum_in_rank_order(self.received) if self.received.ndim == 2 else self.received
 
 
-def launch_reduction(packed: Tensor, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
+def launch_reduce_scatter(packed: Tensor, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
     """Start to reduce `packed` [W, S] so that each rank gets its row."""
     if reduction.predivide is not None:
         packed.div_(reduction.predivide)
     if packed.shape[0] == 1 or not packed.numel():
-        return PendingReduction(packed, packed[0], None, reduction)
+        return PendingReduction(packed, packed[0], None)
     if reduction.transport is Transport.ORDERED:
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, packed, group=group, async_op=True)
-    else:
-        received = packed.new_empty(packed.shape[1])
-        work = _reduce_scatter(received, packed.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
-    return PendingReduction(packed, received, work, reduction)
+        return PendingReduction(packed, received, dist.all_to_all_single(received, packed, group=group, async_op=True))
+    received = packed.new_empty(packed.shape[1])
+    work = _reduce_scatter(received, packed.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
+    return PendingReduction(packed, received, work)
 
 
-def wait_reduction(pending: PendingReduction) -> None:
-    """Wait until a reduction's data is here, and let go of the message."""
-    if pending.work is not None:
-        pending.work.wait()
-    pending.packed = pending.work = None  # the handle holds the message too
-
-
-def finish_reduction(pending: PendingReduction) -> Tensor:
-    """What came of a reduction that was waited for.
-
-    Returns:
-        1D [S], the mean over ranks of this rank's chunks, in the dtype that travelled.
-    """
-    total = pending.received
-    if total.ndim == 2:
-        total = sum_in_rank_order(total)
-    if pending.reduction.postdivide is not None:
-        total.div_(pending.reduction.postdivide)
-    return total
+def launch_all_reduce(shard: Tensor, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
+    """Start to reduce `shard` [S] over replicas; native reductions do it in place."""
+    if group.size() == 1 or not shard.numel():
+        return PendingReduction(None, shard, None)
+    if reduction.transport is Transport.ORDERED:
+        received = shard.new_empty(group.size(), shard.numel())
+        return PendingReduction(shard, received, _all_gather(received.view(-1), shard, group=group, async_op=True))
+    return PendingReduction(None, shard, dist.all_reduce(shard, op=_OPS[reduction.op], group=group, async_op=True))

@@ -1,27 +1,35 @@
-"""The life of one parameter: cut along dim 0, held as a shard, whole only while it is used.
+"""The life of one parameter: cut along one dimension, held as a shard, whole only while it is used.
 
 Counterpart: fsdp_compiled/param.py, where reading a parameter is a traced computation that makes it whole.
 Source: torch 2.13 `_fsdp_param.py`, class `FSDPParam`; the FSDP paper (arXiv 2304.11277), section 3.2.
-Differs: a parameter owns no storage: shard and whole parameter are views into the buffers of its group.
-Left out: sharding along another dimension, tensor-parallel parameters, tensor subclasses, CPU offload.
+Differs: a parameter owns no storage: shard and whole parameter are views into the buffers of its group. Any dimension
+may be cut unevenly. What a user converts, moves, makes real or loads with `assign=True` is taken over.
+Left out: tensor-parallel parameters, tensor subclasses.
 
-Shapes: W ranks, d0 rows of a parameter, c = ceil(d0 / W) rows of a chunk.
+Shapes: W ranks, d slices of a parameter along the dimension that is cut, c = ceil(d / W) of them in a chunk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import weakref
 from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.errors import EngineError
-from fsdp_eager.torch_private import local_shard, run_post_accumulate_hooks, shard_like, swap_parameter
+from fsdp_eager.torch_private import (
+    held_parameter,
+    local_shard,
+    run_post_accumulate_hooks,
+    set_local_shard,
+    shard_like,
+    swap_parameter,
+)
 
 
 class ShardedState(Enum):
@@ -29,6 +37,8 @@ class ShardedState(Enum):
 
     SHARDED = auto()
     """Shards; nothing is gathered."""
+    SHARDED_POST_FORWARD = auto()
+    """Shards; a larger piece of the whole parameters is kept for backward, see reshard.py."""
     GATHERING = auto()
     """Shards still; a gather is in flight."""
     UNSHARDED = auto()
@@ -42,29 +52,47 @@ class Managed(NamedTuple):
         name: what messages call it.
         param: the parameter as the user made it.
         owners: every (module, attribute) that holds it; more than one if it is tied.
+        dim: the dimension to cut.
     """
 
     name: str
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    dim: int = 0
 
 
 class Cut:
-    """How dim 0 is cut over W ranks, as `torch.chunk` does: c rows for each, the last ranks fewer or none.
+    """How a dimension is cut over W ranks, as `torch.chunk` does: c slices for each, the last ranks fewer or none.
 
-    In buffers each chunk is padded to c rows, so that every rank sends and receives the same number of elements.
+    In buffers each chunk is padded to c slices, so that every rank sends and receives the same number of elements.
+
+    Attributes:
+        shape: of the whole.
+        numel: of the whole.
+        dim: the dimension.
+        chunk_numel: elements of a chunk with its padding.
     """
 
-    def __init__(self, shape: torch.Size, world_size: int) -> None:
-        self.rows = shape[0]
-        self.row_numel = math.prod(shape[1:])
-        self.chunk_rows = -(-self.rows // world_size)
-        self.chunk_numel = self.chunk_rows * self.row_numel
+    def __init__(self, shape: torch.Size, world_size: int, dim: int = 0) -> None:
+        self.shape = shape
+        self.numel = shape.numel()
+        self.dim = dim
+        self._chunk = -(-shape[dim] // world_size)
+        self.chunk_numel = self._chunk * math.prod((*shape[:dim], *shape[dim + 1 :]))
 
-    def rows_of(self, rank: int) -> range:
-        """The rows that `rank` holds; may be empty."""
-        first = min(rank * self.chunk_rows, self.rows)
-        return range(first, min(first + self.chunk_rows, self.rows))
+    def slices_of(self, rank: int) -> range:
+        """The slices that `rank` holds; may be empty."""
+        first = min(rank * self._chunk, self.shape[self.dim])
+        return range(first, min(first + self._chunk, self.shape[self.dim]))
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds."""
+        return (*self.shape[: self.dim], len(self.slices_of(rank)), *self.shape[self.dim + 1 :])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """What `rank` holds of `whole`; a view."""
+        slices = self.slices_of(rank)
+        return whole.narrow(self.dim, slices.start, len(slices))
 
 
 class FSDPParam:
@@ -72,47 +100,81 @@ class FSDPParam:
 
     Attributes:
         name: what messages call it.
-        cut: how its rows are spread over ranks.
-        sharded_param: ND, a `Shard(0)` DTensor; its local tensor is a view into the group's shard.
-        unsharded_param: ND, plain; a view into the group's whole buffer. Made once, since autograd keeps it.
+        cut: how it is spread over ranks.
+        sharded_param: ND, a DTensor, `Shard` along the last dimension of the mesh; its local tensor is a view into the
+            group's shard.
+        replaced: parameters in whose place it came; an optimizer that holds one would never train.
+        unsharded_param: ND, plain; a view into the group's whole buffer. Made once for each buffer: autograd keeps it.
     """
 
-    def __init__(self, managed: Managed, cut: Cut, mesh: DeviceMesh, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy this rank's rows into `shard` and make both forms; modules are switched by `to_sharded`.
+    sharded_param: nn.Parameter
+    unsharded_param: nn.Parameter
+
+    def __init__(self, managed: Managed, cut: Cut, mesh: DeviceMesh, shard: Tensor, whole: Tensor) -> None:
+        """Copy this rank's part into `shard` and make both forms; modules hold the shard from here on.
 
         Args:
             managed: the parameter.
-            cut: how its rows are spread over ranks.
-            mesh: 1-D mesh.
+            cut: how it is spread over ranks.
+            mesh: 1-D, or 2-D with replicas first.
             shard: [c * rest], this parameter's part of the group's shard.
             whole: [W * c * rest], this parameter's part of the group's whole buffer.
         """
         param = managed.param
         self.name = managed.name
         self.cut = cut
+        self.replaced = [weakref.ref(param)]
         self._owners = managed.owners
-        rows = cut.rows_of(mesh.get_local_rank())
-        local = shard[: len(rows) * cut.row_numel].view(len(rows), *param.shape[1:])
-        local.copy_(param.detach()[rows.start : rows.stop])
-        placed = DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=param.shape, stride=param.stride())
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._local_shape = cut.shape_of(rank)
+        local = self._local_in(shard)
+        local.copy_(cut.part(param.detach(), rank))
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(cut.dim))
+        placed = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
         self.sharded_param = nn.Parameter(placed, requires_grad=param.requires_grad)
+        set_local_shard(self.sharded_param, local)  # itself: what is written to it counts as written to the buffer
         vars(self.sharded_param).update(vars(param))  # marks that users put on parameters, for their optimizer
-        self.unsharded_param = nn.Parameter(whole[: param.numel()].view(param.shape), requires_grad=param.requires_grad)
-        self._local = local
-        self._whole = whole
+        self._hold(local, whole)
         self._register(param, self.sharded_param)
+
+    def move_into(self, shard: Tensor, whole: Tensor) -> None:
+        """Go on in other buffers: copy the shard, which a user converted or made anew, into `shard`."""
+        local = self._local_in(shard)
+        local.copy_(local_shard(self.sharded_param))
+        set_local_shard(self.sharded_param, local)
+        self._hold(local, whole)
+
+    def is_moved(self) -> bool:
+        """Whether the shard lies elsewhere than in its group's buffer, since a user moved, converted or replaced it.
+
+        Raises:
+            EngineError: it was replaced by something that is no such shard.
+        """
+        module, attribute = self._owners[0]
+        held = held_parameter(module, attribute)
+        if held is not self.sharded_param:
+            self._take_over(held)
+        found = local_shard(self.sharded_param)
+        # by dtype as well, so that a rank with an empty shard does not go on alone
+        return (
+            found.dtype is not self._local.dtype or found.device != self._local.device or not _same(found, self._local)
+        )
 
     def to_unsharded(self) -> None:
         """Put the whole parameter, freshly gathered, where the shard is; frozen if the shard is.
 
         Raises:
-            EngineError: one of the two was replaced, converted, moved or given other data.
+            EngineError: it was replaced, converted or given other data.
         """
-        self._check_memory(local_shard(self.sharded_param), self._local)
-        self._check_memory(self.unsharded_param, self._whole)
-        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
-            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-        self._register(self.sharded_param, self.unsharded_param)
+        whole, found = self._whole, self.unsharded_param
+        if found.dtype is not whole.dtype or not _same(found, whole):
+            raise EngineError(
+                f"parameter {self.name}: expected {whole.dtype} in the buffer of its group, found {found.dtype} on "
+                f"{found.device} elsewhere; while a parameter is whole, change its values in place and not by .data ="
+            )
+        if found.requires_grad != self.sharded_param.requires_grad:
+            found.requires_grad_(self.sharded_param.requires_grad)
+        self._register(self.sharded_param, found)
 
     def to_sharded(self) -> None:
         """Put the shard where the whole parameter is.
@@ -122,62 +184,79 @@ class FSDPParam:
         """
         self._register(self.unsharded_param, self.sharded_param)
 
-    def take_gradient(self) -> torch.Tensor | None:
+    def take_gradient(self) -> Tensor | None:
         """Hand out the gradient of the whole parameter and forget it; None if it has none.
 
         Raises:
             EngineError: a sparse gradient.
         """
         grad = self.unsharded_param.grad
+        if grad is None:
+            return None
         self.unsharded_param.grad = None
-        if grad is not None and grad.layout is not torch.strided:
+        if grad.layout is not torch.strided:
             raise EngineError(
                 f"parameter {self.name}: expected a dense gradient, found layout {grad.layout}; "
                 "an embedding with sparse=True cannot be sharded, use sparse=False"
             )
         return grad
 
-    def accept_gradient(self, shard: torch.Tensor) -> None:
+    def accept_gradient(self, shard: Tensor) -> None:
         """Set, or add to, the gradient of the sharded parameter.
 
         Args:
-            shard: [>= this rank's elements], 1D, the mean over ranks of this rank's rows, padding behind them.
+            shard: [>= this rank's elements], 1D, the mean over ranks of this rank's part, padding behind it.
         """
-        local = shard[: self._local.numel()].view(self._local.shape)
+        local = self._local_in(shard)
         if self.sharded_param.grad is None:
             self.sharded_param.grad = shard_like(local, self.sharded_param)
         else:
             local_shard(self.sharded_param.grad).add_(local)
         run_post_accumulate_hooks(self.sharded_param)
 
+    def _local_in(self, flat: Tensor) -> Tensor:
+        return flat[: math.prod(self._local_shape)].view(self._local_shape)
+
+    def _hold(self, local: Tensor, whole: Tensor) -> None:
+        self._local, self._whole = local, whole
+        view = whole[: self.cut.numel].view(self.cut.shape)
+        self.unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
+
+    def _take_over(self, held: nn.Parameter | None) -> None:
+        """Go on with a shard that was registered in the place of ours, as `load_state_dict(assign=True)` does."""
+        ours = self.sharded_param
+        is_like = (
+            isinstance(held, DTensor)
+            and isinstance(ours, DTensor)
+            and held.shape == ours.shape
+            and held.placements == ours.placements
+            and held.device_mesh == ours.device_mesh
+        )
+        if (
+            held is None
+            or not is_like
+            or any(held_parameter(module, name) is not held for module, name in self._owners)
+        ):
+            module, attribute = self._owners[0]
+            raise self._replaced(module, attribute)
+        self.replaced.append(weakref.ref(ours))
+        vars(held).update(vars(ours))
+        held.requires_grad_(ours.requires_grad)
+        self.sharded_param = held
+
     def _register(self, old: nn.Parameter, new: nn.Parameter) -> None:
         for module, attribute in self._owners:
             if not swap_parameter(module, attribute, old, new):
-                raise EngineError(
-                    f"parameter {self.name}: {type(module).__name__}.{attribute} was replaced after sharding, so it "
-                    "would be neither gathered nor reduced; change values in place "
-                    "(load_state_dict without assign=True), or replace it before sharding"
-                )
+                raise self._replaced(module, attribute)
 
-    def _check_memory(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        # by dtype as well, so that a rank with an empty shard does not go on alone
-        if found.dtype is not expected.dtype or (found.numel() and found.data_ptr() != expected.data_ptr()):
-            raise EngineError(
-                f"parameter {self.name}: expected {expected.dtype} in the buffer of its group, found {found.dtype} on "
-                f"{found.device} elsewhere; convert or move a model (.to, .half, .data =) before sharding it, not after"
-            )
+    def _replaced(self, module: nn.Module, attribute: str) -> EngineError:
+        return EngineError(
+            f"parameter {self.name}: {type(module).__name__}.{attribute} was replaced after sharding, so it "
+            "would be neither gathered nor reduced; change values in place "
+            "(load_state_dict without assign=True), or replace it before sharding"
+        )
 
 
-def check_one_dtype(managed: Iterable[Managed]) -> None:
-    """Refuse parameters that cannot travel in one message.
-
-    Raises:
-        EngineError: two dtypes.
-    """
-    first, *others = managed
-    for name, param, _ in others:
-        if param.dtype != first.param.dtype:
-            raise EngineError(
-                f"parameter {name!r}: {param.dtype}, but {first.name!r} in the same group is {first.param.dtype}; one "
-                "group travels in one dtype, so put parameters of different dtypes into different groups"
-            )
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Whether the two begin at one address; what is empty has none."""
+    return not found.numel() or found.data_ptr() == expected.data_ptr()

@@ -3,7 +3,13 @@
 Counterpart: fsdp_compiled/reshard.py, where the compiler is told to gather again instead of keeping.
 Source: torch 2.13 `_fsdp_param.py` (`alloc_storage`, `free_storage`, [Note: FSDP and autograd]). Differs: one storage
 for each group instead of one for each parameter, and an alias made with `.data` instead of a guard on version counters.
-Left out: a pool that groups of one size share; keeping a part of the parameters between forward and backward.
+Left out: a pool that groups of one size share.
+
+[Note: a piece for backward]
+`reshard_after_forward=n` keeps 1/n of the whole parameters between forward and backward, so that backward gathers over
+n neighbours. Each of the n ranks has the same whole buffer, so the piece is cut out of that, without regard to where a
+parameter begins, and gathered back into its place: nothing is sorted, and no parameter has a second sharded form.
+Modules hold their shards in between, as after any reshard; a change made to those is seen by the next forward.
 
 [Note: one storage, refilled]
 Autograd saves whole parameters, or views of them, for backward. Resharding takes their memory away under its hands:
@@ -48,6 +54,10 @@ class WholeBuffer:
     def free(self) -> None:
         """Give the memory back."""
         self.whole.untyped_storage().resize_(0)
+
+    def piece(self, index: int, count: int) -> torch.Tensor:
+        """A copy of one of `count` equal parts; see [Note: a piece for backward]."""
+        return self.writable.view(count, -1)[index].clone()
 
 
 class SharedBuffer(WholeBuffer):

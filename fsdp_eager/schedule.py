@@ -4,8 +4,7 @@ Counterpart: fsdp_compiled/schedule.py, where a pass moves nodes of a graph.
 Source: torch 2.13 `_fsdp_param_group.py` (`FSDPCommContext`, `_backward_prefetch`); the FSDP paper (arXiv
 2304.11277), sections 3.3.2 and 3.3.3. Differs: forward prefetch needs no list from the user, it follows the order
 of the last iteration; overlap comes from work handles on every device, so there is some on a CPU too.
-Left out: explicit prefetch lists, a limit on gathers in flight (there is never more than one ahead), separate process
-groups for gathers and reductions.
+A user's prefetch lists go before that order; `max_gathers` is the rate limiter of the FSDP paper, section 3.4.
 
 One bucket ahead, in time from left to right (G gather, R reduce; numbers are buckets):
 
@@ -13,20 +12,24 @@ One bucket ahead, in time from left to right (G gather, R reduce; numbers are bu
               link     G0  G1    G2                            link    G2  G1   R2 G0   R1      R0
 
 A gather is launched before the compute it hides behind and waited for when its own bucket is needed. A reduction is
-waited for when the next one is ready to be packed, so that one message at a time is held.
+waited for when the next one is ready to be packed, so that one message at a time is held. With replicas it has a second
+leg, over those, which is launched then and has until the one after the next.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from common.ranges import LAUNCH_GATHER, LAUNCH_REDUCE, WAIT_GATHER, WAIT_REDUCE, bucket_range
 from fsdp_eager.bucket import FSDPParamGroup
-from fsdp_eager.collectives import PendingReduction
-from fsdp_eager.param import FSDPParam, ShardedState
+from fsdp_eager.param import ShardedState
+from fsdp_eager.reduction import InFlight
 
 EventLog = Callable[[str, str], None]
 """Called with an event and the name of a group. Events are `launch_gather`, `wait_gather`, `discard_gather`, `free`,
@@ -44,16 +47,20 @@ class Lane:
         self._stream: Any = None if device.type == "cpu" else self._module.Stream(device)
 
     @contextlib.contextmanager
-    def launch(self, *inputs: torch.Tensor) -> Iterator[None]:
-        """Run the body beside compute, after everything that compute was given so far.
+    def launch(self, *inputs: torch.Tensor, after: torch.Event | None = None) -> Iterator[None]:
+        """Run the body beside compute, after everything that compute was given so far, or after an event.
 
         Args:
             inputs: made by compute and read in the body; their memory is not reused before that is done.
+            after: what to wait for.
         """
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(self._module.current_stream())
+        if after is None:
+            self._stream.wait_stream(self._module.current_stream())
+        else:
+            self._stream.wait_event(after)
         for tensor in inputs:
             tensor.record_stream(self._stream)
         with self._module.stream(self._stream):
@@ -70,11 +77,18 @@ class Schedule:
 
     Attributes:
         log: told of each event, if it is set.
+        max_gathers: how many gathers may be in flight beside the one that is waited for; None: as many as prefetch
+            lists ask for.
+        max_messages: how many messages of gradients may be held at once.
+        after_optimizer: what the next gather waits for instead of all that compute was given.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup], device: torch.device) -> None:
         """Expect `groups` in this order until a forward has shown another."""
         self.log: EventLog | None = None
+        self.max_gathers: int | None = None
+        self.max_messages = 1
+        self.after_optimizer: torch.Event | None = None
         self._groups = tuple(groups)
         self._gather_lane = Lane(device)
         self._reduce_lane = Lane(device)
@@ -83,33 +97,63 @@ class Schedule:
         self._cursor = 0  # how far along the expected order it is
         self._whole_model = True
         self._completed: list[FSDPParamGroup] = []  # forward uses that wait for their backward, oldest first
-        self._reducing: tuple[FSDPParamGroup, list[FSDPParam], PendingReduction] | None = None
+        self._gathering = 0
+        self._scattering: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over the ranks that share a model
+        self._replicating: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over replicas, or done with that
 
     # Gathers
 
-    def unshard(self, group: FSDPParamGroup) -> None:
-        """Make the parameters of `group` whole now, by the gather in flight if there is one."""
-        self._launch(group)
-        if group.state is ShardedState.GATHERING:
-            group.wait_gather()
-            self._tell("wait_gather", group)
+    def unshard(self, group: FSDPParamGroup, *, refresh: bool = False) -> None:
+        """Make the parameters of `group` whole now, by the gather in flight if there is one.
 
-    def prefetch(self, group: FSDPParamGroup | None) -> None:
-        """Launch the gather of `group` ahead of its use, if it has one and wants to."""
-        if group is not None and group.options.prefetch:
-            self._launch(group)
-
-    def reshard(self, group: FSDPParamGroup) -> None:
-        """Give back the whole parameters of `group`, if they are there."""
+        Args:
+            group: what is needed.
+            refresh: gather again what is whole, if the shards were written to since.
+        """
         if group.state is ShardedState.UNSHARDED:
-            group.reshard()
+            if not (refresh and group.is_stale):
+                return
+            self.reshard(group)
+        self.launch(group)
+        self._gathering -= 1
+        with self._range(WAIT_GATHER, group):
+            group.wait_gather()
+        self._tell(WAIT_GATHER, group)
+
+    def launch(self, group: FSDPParamGroup) -> None:
+        """Launch the gather of `group`, if it is sharded."""
+        if group.state is ShardedState.SHARDED:
+            group.settle()
+        elif group.state is not ShardedState.SHARDED_POST_FORWARD:
+            return
+        event, self.after_optimizer = self.after_optimizer, None
+        with self._gather_lane.launch(after=event), self._range(LAUNCH_GATHER, group):
+            group.launch_gather()
+        self._gathering += 1
+        self._tell(LAUNCH_GATHER, group)
+
+    def prefetch(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Launch the gathers of `groups` ahead of their use, as far as they want that and the limit lets them."""
+        for group in groups:
+            if self.max_gathers is not None and self._gathering >= self.max_gathers:
+                return
+            if group.options.prefetch:
+                self.launch(group)
+
+    def reshard(self, group: FSDPParamGroup, *, after_forward: bool = False) -> None:
+        """Give back the whole parameters of `group`, if they are there."""
+        was_whole = group.state is ShardedState.UNSHARDED
+        group.reshard(after_forward=after_forward)
+        if was_whole:
             self._tell("free", group)
 
     def discard_unused(self) -> None:
         """Drop gathers that were launched for a use that did not come."""
         for group in self._groups:
             if group.state is ShardedState.GATHERING:
-                group.discard_gather()
+                self._gathering -= 1
+                with self._range(WAIT_GATHER, group):
+                    group.discard_gather()
                 self._tell("discard_gather", group)
 
     # Order
@@ -162,46 +206,61 @@ class Schedule:
     # Reductions
 
     def reduce(self, group: FSDPParamGroup) -> None:
-        """Launch the reduction of the gradients that are there, once the reduction before it is done."""
-        gradients = group.take_gradients()
+        """Launch the reduction of the gradients that are there, once there is room for its message."""
+        gradients = group.reducer.take()
         if not gradients:
             return
-        self.finish_reduction()
+        self._make_room(self.max_messages - 1)
         params = [param for param, _ in gradients]
-        packed = group.pack(gradients)
-        with self._reduce_lane.launch(packed):
-            self._reducing = group, params, group.launch_reduction(packed)
-        self._tell("launch_reduce", group)
+        packed = group.reducer.pack(gradients)
+        with self._reduce_lane.launch(packed), self._range(LAUNCH_REDUCE, group):
+            self._scattering.append((group, group.reducer.launch(params, packed)))
+        self._tell(LAUNCH_REDUCE, group)
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction in flight and set its gradients."""
-        if self._reducing is not None:
-            group, params, pending = self._reducing
-            self._reducing = None
-            with self._reduce_lane.launch():
-                group.finish_reduction(params, pending)
-            self._tell("wait_reduce", group)
+    def finish_reductions(self) -> None:
+        """Wait for the reductions in flight and set their gradients."""
+        self._make_room(0)
+        self._accept()
 
-    def drop_reduction(self) -> None:
-        """Wait for the reduction in flight and forget it: its step was given up, and gradients may be cleared."""
-        if self._reducing is not None:
-            group, _, pending = self._reducing
-            self._reducing = None
-            group.wait_reduction(pending)
+    def drop_reductions(self) -> None:
+        """Wait for the reductions in flight and forget them: their step was given up, gradients may be cleared."""
+        for group, flight in (*self._scattering, *self._replicating):
+            with self._range(WAIT_REDUCE, group):
+                flight.pending.wait()
             self._tell("discard_reduce", group)
+        self._scattering.clear()
+        self._replicating.clear()
 
     def end_backward(self) -> None:
         """Finish what is in flight, and let the optimizer run after it."""
-        self.finish_reduction()
+        self.finish_reductions()
         self.discard_unused()
         self._completed.clear()
         self._reduce_lane.join()
 
-    def _launch(self, group: FSDPParamGroup) -> None:
-        if group.state is ShardedState.SHARDED:
-            with self._gather_lane.launch():
-                group.launch_gather()
-            self._tell("launch_gather", group)
+    def _make_room(self, messages: int) -> None:
+        """Take reductions to their next leg, oldest first, until no more than so many messages are held."""
+        while len(self._scattering) > messages:
+            self._accept()
+            group, flight = self._scattering.popleft()
+            with self._reduce_lane.launch(), self._range(WAIT_REDUCE, group):
+                over_replicas = group.reducer.advance(flight)
+            self._replicating.append((group, flight))
+            if not over_replicas:
+                self._accept()
+
+    def _accept(self) -> None:
+        """Set the gradients that are on their last leg."""
+        while self._replicating:
+            group, flight = self._replicating.popleft()
+            waits = self._range(WAIT_REDUCE, group) if flight.pending.work is not None else nullcontext()
+            with self._reduce_lane.launch(), waits:
+                group.reducer.accept(flight)
+            self._tell(WAIT_REDUCE, group)
+
+    def _range(self, event: str, group: FSDPParamGroup) -> AbstractContextManager[object]:
+        """A range in whatever profile is recorded; none if nothing travels."""
+        return bucket_range(event, group.name) if group.communicates else nullcontext()
 
     def _tell(self, event: str, group: FSDPParamGroup) -> None:
         if self.log is not None and group.communicates:

@@ -3,8 +3,7 @@
 Counterpart: fsdp_compiled/graph.py, where a compiler pipeline stands in the place of hooks.
 Source: torch 2.13 `_fsdp_state.py`, class `FSDPState`, and `_fsdp_param_group.py` (`pre_forward` ... `post_backward`).
 Differs: a module may stand in several groups (plan `param`) and a group on several modules (tied weights); a forward
-that ends without gradients gives everything back, whatever the plan says, since no backward would; a step that
-raised is cleaned up by itself. Left out: backward without reduction, and FSDP2's other `set_*` switches.
+that ends without gradients gives everything back, whatever the plan says, since no backward would.
 
 One training step, as the groups of one module see it:
 
@@ -28,68 +27,21 @@ whole parameters and leaves everything as it is; else it does phases 1 and 3, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import EngineError
 from common.policy import MixedPrecisionPolicy
-from fsdp_eager.autograd import tap_inputs, tap_outputs
+from fsdp_eager.autograd import map_tensors, tap_inputs, tap_outputs
 from fsdp_eager.bucket import FSDPParamGroup
-from fsdp_eager.schedule import Schedule
-from fsdp_eager.torch_private import call_after_backward, in_backward
+from fsdp_eager.early_optimizers import check_optimizers
+from fsdp_eager.root import FSDPRoot, GroupState, TrainingState
+from fsdp_eager.torch_private import in_backward
 
-
-class TrainingState(Enum):
-    """Where a group is in the step."""
-
-    IDLE = auto()
-    """Before forward, between forward and backward, and after phase 8."""
-    FORWARD = auto()
-    """From phase 1 at its first module to phase 4 at its last."""
-    PRE_BACKWARD = auto()
-    """From phase 5 to phase 7."""
-    POST_BACKWARD = auto()
-    """From phase 7 to phase 8."""
-
-
-class GroupState:
-    """One group's way through a step. Its forward lasts from its first module to its last.
-
-    Attributes:
-        group: the parameters.
-        members: the states of the modules that need them.
-        training: where it is.
-        tapped: whether an output of the current forward leads backward to it.
-    """
-
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self.group = group
-        self.members: list[FSDPState] = []
-        self.training = TrainingState.IDLE
-        self.tapped = False
-        self._waiting: set[FSDPState] = set()  # members that this forward has not come out of
-        self._open = 0  # calls of members that are running; more than one if a member calls another, or itself
-
-    def enter(self) -> bool:
-        """Note the call of a member; say whether it begins a new forward."""
-        new = self.training is not TrainingState.FORWARD
-        if new:
-            self.training = TrainingState.FORWARD
-            self.tapped = False
-            self._waiting = set(self.members)
-            self._open = 0
-        self._open += 1
-        return new
-
-    def leave(self, member: FSDPState) -> bool:
-        """Note the end of a call of `member`; say whether forward has now been through all of them."""
-        self._waiting.discard(member)
-        self._open -= 1
-        return not self._waiting and not self._open
+T = TypeVar("T")
 
 
 class FSDPState:
@@ -100,6 +52,8 @@ class FSDPState:
         device: where its parameters are.
         groups: what it needs, in the order in which it was sharded.
         root: what it shares with the other modules of the model; None until the first forward.
+        forward_prefetch: whose gathers to launch when this module's forward begins; None: what came next last time.
+        backward_prefetch: the same for backward; None: what comes next.
     """
 
     def __init__(self, module: nn.Module, mp_policy: MixedPrecisionPolicy, device: torch.device) -> None:
@@ -107,6 +61,8 @@ class FSDPState:
         self.device = device
         self.groups: list[GroupState] = []
         self.root: FSDPRoot | None = None
+        self.forward_prefetch: list[FSDPState] | None = None
+        self.backward_prefetch: list[FSDPState] | None = None
         self._mp_policy = mp_policy
         # Disabled for dynamo here, once; a compiled block breaks its graph at the hook instead of tracing it.
         before = torch.compiler.disable(self._pre_forward)
@@ -123,15 +79,22 @@ class FSDPState:
         recomputing = in_backward()
         if not recomputing:
             root.begin_forward(self)
-        args, kwargs = self._mp_policy.cast_inputs((args, kwargs))
+        if self._mp_policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), self._mp_policy.param_dtype)
         entered = []
+        following = []
         for state in self.groups:
-            following = None
-            if state.training is not TrainingState.PRE_BACKWARD and state.enter():
+            new = state.training is not TrainingState.PRE_BACKWARD and state.enter()
+            if new:
                 entered.append(state)
-                following = None if recomputing else root.schedule.enter(state.group)
-            root.schedule.unshard(state.group)  # phase 1
-            root.schedule.prefetch(following)  # phase 2
+                if not recomputing and (after := root.schedule.enter(state.group)) is not None:
+                    following.append(after)
+            root.schedule.unshard(state.group, refresh=new and not recomputing)  # phase 1
+            if self.forward_prefetch is None:  # phase 2
+                root.schedule.prefetch(following)
+                following = []
+        if self.forward_prefetch is not None and entered and not recomputing:
+            root.schedule.prefetch(_groups(self.forward_prefetch))
         if entered and torch.is_grad_enabled():
             args, kwargs = tap_inputs(args, kwargs, lambda: root.post_backward(entered))
         return args, kwargs
@@ -153,17 +116,21 @@ class FSDPState:
                 root.complete(state, keep=recomputing)  # phase 4
         if not recomputing and root.forward_root is self:
             root.end_forward()
-        return self._mp_policy.cast_outputs(output)
+        return _cast(output, self._mp_policy.output_dtype)
 
     def _pre_backward(self) -> None:
         """Phase 5, for the groups of this module, last one first."""
         assert self.root is not None
+        schedule = self.root.schedule
         self.root.begin_backward()
         for state in reversed(self.groups):
-            self.root.schedule.unshard(state.group)
+            if state.group.switches.unshard_in_backward:
+                schedule.unshard(state.group)
             if state.training is not TrainingState.PRE_BACKWARD:
                 state.training = TrainingState.PRE_BACKWARD
-                self.root.schedule.prefetch(self.root.schedule.enter_backward(state.group))
+                after = schedule.enter_backward(state.group)
+                following = [after] if self.backward_prefetch is None else _groups(self.backward_prefetch)
+                schedule.prefetch([group for group in following if group and group.switches.unshard_in_backward])
 
     def _refuse_opaque(self, opaque: type) -> None:
         if any(param.sharded_param.requires_grad for state in self.groups for param in state.group.params):
@@ -172,84 +139,20 @@ class FSDPState:
                 "found, so its backward could not be prepared; return tensors, tuples, lists, dicts or dataclasses"
             )
 
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the module between the hooks, as its forward is."""
+        output = None
+        try:
+            args, kwargs = self._pre_forward(self.module, args, kwargs)
+            output = forward(*args, **kwargs)
+        finally:
+            output = self._post_forward(self.module, args, kwargs, output)
+        return output
+
     def _reshard_for_state_dict(self, *_: Any) -> None:
         """State dicts hold shards, also between forward and backward."""
         for state in self.groups:
             state.group.reshard()
-
-
-class FSDPRoot:
-    """What the hooks of one model share.
-
-    Attributes:
-        schedule: what is launched when.
-        forward_root: the outermost module whose forward is running.
-    """
-
-    def __init__(self, state: FSDPState, groups: Sequence[GroupState], device: torch.device) -> None:
-        self.schedule = Schedule([item.group for item in groups], device)
-        self.forward_root: FSDPState | None = None
-        self._state = state
-        self._groups = tuple(groups)
-        self._in_backward = False
-
-    def begin_forward(self, state: FSDPState) -> None:
-        """Note that the forward of a module begins; it is the outermost if no other is running."""
-        if self.forward_root is None:
-            if self._in_backward:
-                self._abandon_step()
-            self.forward_root = state
-            self.schedule.begin_forward(whole_model=state is self._state)
-
-    def complete(self, state: GroupState, *, keep: bool) -> None:
-        """Phase 4: forward has done with a group; `keep` its parameters for the backward that is running."""
-        state.training = TrainingState.IDLE
-        if keep:
-            return
-        if state.tapped:
-            self.schedule.complete(state.group)
-        if state.group.options.reshard_after_forward:
-            self.schedule.reshard(state.group)
-
-    def end_forward(self) -> None:
-        """End the outermost forward: complete groups of which not every module ran, give back what no one awaits."""
-        for state in self._groups:
-            if state.training is TrainingState.FORWARD:
-                self.complete(state, keep=False)
-        self.schedule.end_forward()
-        awaited = self.schedule.awaiting_backward()
-        for state in self._groups:
-            if state.group not in awaited:
-                self.schedule.reshard(state.group)
-        self.forward_root = None
-
-    def begin_backward(self) -> None:
-        """Make sure that phase 8 comes, once in each backward."""
-        if not self._in_backward:
-            self._in_backward = True
-            call_after_backward(self._end_backward)
-
-    def post_backward(self, states: Sequence[GroupState]) -> None:
-        """Phase 7, for groups whose gradients are complete, last one first."""
-        for state in reversed(states):
-            state.training = TrainingState.POST_BACKWARD
-            self.schedule.reshard(state.group)
-            self.schedule.reduce(state.group)
-
-    def _end_backward(self) -> None:
-        """Phase 8."""
-        self.post_backward([state for state in self._groups if state.training is not TrainingState.POST_BACKWARD])
-        self.schedule.end_backward()
-        for state in self._groups:
-            state.training = TrainingState.IDLE
-        self._in_backward = False
-
-    def _abandon_step(self) -> None:
-        """Clean up after a backward that raised: its gradients are lost, its memory is given back."""
-        self.schedule.drop_reduction()
-        for state in self._groups:
-            state.group.take_gradients()
-        self._end_backward()
 
 
 def init_root(state: FSDPState) -> FSDPRoot:
@@ -282,10 +185,30 @@ def init_root(state: FSDPState) -> FSDPRoot:
     for item in groups:
         if not item.group.name:
             item.group.name = "+".join(states[member] for member in item.members)
+    for item in groups:
+        if item.group.switches.reshard_after_forward is None:
+            item.group.switches.reshard_after_forward = state not in item.members
+    check_optimizers([param for item in groups for param in item.group.params])
     root = FSDPRoot(state, list(groups), state.device)
     for inner in states:
         inner.root = root
     return root
+
+
+def _cast(tree: T, dtype: torch.dtype | None) -> T:
+    """Cast the floating-point tensors of `tree`; None changes nothing."""
+    if dtype is None:
+        return tree
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    result: T = map_tensors(tree, cast)
+    return result
+
+
+def _groups(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
+    return [item.group for state in states for item in state.groups]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

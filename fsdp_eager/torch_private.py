@@ -30,6 +30,14 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def held_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """What is registered in `module` under `name`.
+
+    Why private: `getattr` is the slow way round, and a class may answer it otherwise.
+    """
+    return module._parameters.get(name)
+
+
 def swap_parameter(module: nn.Module, name: str, old: nn.Parameter, new: nn.Parameter) -> bool:
     """Register `new` where `module` holds `old`; say False, and change nothing, where it holds something else.
 
@@ -79,3 +87,20 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     Why private: a change in place rebuilds the graph of a view, and hooks on the old graph are lost.
     """
     return tensor._base
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written to.
+
+    Why private: autograd keeps the count for its own checks; nothing public tells of a write.
+    """
+    return tensor._version
+
+
+def set_local_shard(dtensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put `local`, of the same shape and dtype, where the local tensor of a DTensor is.
+
+    Why private: the object must stay, an optimizer holds it; the public way is a new one.
+    """
+    assert isinstance(dtensor, DTensor)
+    dtensor._local_tensor = local

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fsdp_eager.parallelize
 from common.harness.launch import RankContext
 from common.harness.train import run_engine
 from common.job import JobConfig
 from common.mesh import build_mesh
-from fsdp_eager import FSDPModule, MixedPrecisionPolicy, Transport, fully_shard
+from fsdp_eager import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    Transport,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from parity_tests.eager_cases import Block, loss_of, make_job, make_net, same, shard, whole_gradients
 from parity_tests.torch_private import counting_graphs
 
@@ -74,7 +84,7 @@ def strided(ctx: RankContext) -> None:
 def two_dtypes(ctx: RankContext) -> None:
     model = nn.Linear(3, 4)
     model.bias = nn.Parameter(model.bias.detach().bfloat16())
-    fully_shard(model, mesh=build_mesh())
+    shard(model, ctx, plan="model")
 
 
 @misuse
@@ -82,6 +92,7 @@ def meta(ctx: RankContext) -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 4)
     fully_shard(model, mesh=build_mesh())
+    model(torch.randn(2, 3))
 
 
 @misuse
@@ -116,11 +127,6 @@ def no_single_root(ctx: RankContext) -> None:
 
 
 @misuse
-def converted(ctx: RankContext) -> None:
-    loss_of(shard(make_net(), ctx).to(torch.float64), 0, ctx.rank)
-
-
-@misuse
 def converted_part(ctx: RankContext) -> None:
     model = shard(make_net(), ctx)
     model.blocks[1].up.to(torch.float64)
@@ -135,9 +141,10 @@ def replaced(ctx: RankContext) -> None:
 
 
 @misuse
-def assigned(ctx: RankContext) -> None:
+def assigned_plain(ctx: RankContext) -> None:
     model = shard(make_net(), ctx)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    whole = {name: nn.Parameter(torch.zeros(value.shape)) for name, value in model.state_dict().items()}
+    model.load_state_dict(whole, assign=True)
     loss_of(model, 0, ctx.rank)
 
 
@@ -178,7 +185,86 @@ def no_mesh(ctx: RankContext) -> None:
 
 @misuse
 def reshard_number(ctx: RankContext) -> None:
-    fully_shard(nn.Linear(3, 3), mesh=build_mesh(), reshard_after_forward=2)
+    fully_shard(nn.Linear(3, 3), mesh=build_mesh(), reshard_after_forward=5)
+
+
+@misuse
+def early_optimizer(ctx: RankContext) -> None:
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(shard(model, ctx), 0, ctx.rank)
+    optimizer.step()
+
+
+@misuse
+def no_such_dimension(ctx: RankContext) -> None:
+    fully_shard(nn.Linear(3, 3), mesh=build_mesh(), shard_placement_fn=lambda _: Shard(1))
+
+
+@misuse
+def no_placement(ctx: RankContext) -> None:
+    fully_shard(nn.Linear(3, 3), mesh=build_mesh(), shard_placement_fn=lambda _: 1)  # type: ignore[arg-type, return-value]
+
+
+@misuse
+def pinned_without_gpu(ctx: RankContext) -> None:
+    fully_shard(nn.Linear(3, 3), mesh=build_mesh(), offload_policy=CPUOffloadPolicy())
+
+
+@misuse
+def three_dimensions(ctx: RankContext) -> None:
+    fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1, 1, ctx.ranks)))
+
+
+@misuse
+def pickled(ctx: RankContext) -> None:
+    pickle.dumps(shard(make_net(), ctx))
+
+
+@misuse
+def divided_by_nothing(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_gradient_divide_factor(0.0)
+
+
+@misuse
+def prefetch_of_plain(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_modules_to_forward_prefetch([nn.Linear(3, 3)])  # type: ignore[list-item]
+
+
+@misuse
+def reset_inside(ctx: RankContext) -> None:
+    model = shard(make_net(), ctx)
+    model.blocks[0].reset_iter_state()
+
+
+@misuse
+def no_messages(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_reduce_scatter_max_input_buffers(0)
+
+
+@misuse
+def no_gathers(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_max_all_gathers(True)
+
+
+@misuse
+def reshard_to_two(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_reshard_after_forward(2)  # type: ignore[arg-type]
+
+
+@misuse
+def no_such_method(ctx: RankContext) -> None:
+    register_fsdp_forward_method(shard(make_net(), ctx), "generate")
+
+
+@misuse
+def custom_gather(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_custom_all_gather(None)
+
+
+@misuse
+def stream_of_hook(ctx: RankContext) -> None:
+    shard(make_net(), ctx).set_all_reduce_hook(lambda _: None, stream=object())
 
 
 def by_hand(ctx: RankContext) -> dict[str, Any]:

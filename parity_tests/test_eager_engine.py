@@ -328,49 +328,6 @@ def test_fully_shard_by_hand_keeps_fsdp2s_contract(pool: RankPool) -> None:
         assert found == {"wrong": [], "unsharded": "Tensor", "resharded": "DTensor", "slice": "Sequential"}
 
 
-MESSAGES = {
-    "twice": ("FSDPLinear is sharded already", "once"),
-    "parallelize_twice": ("sharded already", "build a new model"),
-    "list_container": ("ModuleList has no forward", "each module inside"),
-    "scalar": ("Linear.scale", "no dimensions", "shape [1]"),
-    "strided": ("Linear.weight", "not contiguous", "copy"),
-    "two_dtypes": ("Linear.bias", "torch.bfloat16", "Linear.weight", "different groups"),
-    "meta": ("Linear.weight", "on meta", "'cpu'"),
-    "shared": ("Linear.weight", "already managed", "FSDPEmbedding", "fully_shard([a, b])"),
-    "outside_in": ("already managed", "FSDPNet", "from the inside out"),
-    "inner_first": ("'blocks.0'", "call the outermost sharded module first"),
-    "no_single_root": ("FSDPLayerNorm", "FSDPLinear", "holds both"),
-    "converted": ("parameter gain", "torch.float64", "before sharding"),
-    "converted_part": ("parameter blocks.1.up.weight", "torch.float64", "before sharding"),
-    "replaced": ("parameter blocks.1.up.weight", "replaced", "before sharding"),
-    "assigned": ("parameter gain", "replaced", "assign=True"),
-    "sparse": ("Embedding.weight", "dense", "sparse=False"),
-    "opaque": ("module FSDPOpaque", "list_iterator", "dataclasses"),
-    "deepcopy": ("FSDPNet", "cannot be copied", "state_dict"),
-    "no_mesh": ("mesh", "none", "one dimension"),
-    "reshard_number": ("reshard_after_forward", "bool", "2"),
-}
-
-
-def test_every_misuse_has_its_message() -> None:
-    """Each misuse that is tried below has an expected message and the other way round."""
-    assert MESSAGES.keys() == misuse.MISUSES.keys()
-
-
-@pytest.fixture(scope="module")
-def refused(pool: RankPool) -> list[dict[str, str]]:
-    """What each misuse ends in, by rank."""
-    return pool.run(misuse.errors, ranks=2)
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_misuse_is_refused_and_named(refused: list[dict[str, str]], name: str) -> None:
-    """A misuse raises EngineError with the module or parameter, what was found, and the way out."""
-    for message in (of_rank[name] for of_rank in refused):
-        assert message.startswith("EngineError: "), message
-        assert all(part in message for part in MESSAGES[name]), message
-
-
 def test_engine_does_not_use_torchs_own_fsdp() -> None:
     """Importing all of the engine imports nothing of torch.distributed.fsdp."""
     code = (

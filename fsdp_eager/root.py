@@ -1,0 +1,159 @@
+"""What the hooks of one model share: where each group is in the step, and what begins and ends one.
+
+Counterpart: none; a traced graph is one step.
+Source: torch 2.13 `_fsdp_state.py` (`FSDPStateContext`, `_root_post_backward_final_callback`). Differs: a step that
+raised is cleaned up when the next one begins. The phases are those of state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_eager.bucket import FSDPParamGroup
+from fsdp_eager.schedule import Schedule
+from fsdp_eager.torch_private import call_after_backward
+
+if TYPE_CHECKING:
+    from fsdp_eager.state import FSDPState
+
+
+class TrainingState(Enum):
+    """Where a group is in the step."""
+
+    IDLE = auto()
+    """Before forward, between forward and backward, and after phase 8."""
+    FORWARD = auto()
+    """From phase 1 at its first module to phase 4 at its last."""
+    PRE_BACKWARD = auto()
+    """From phase 5 to phase 7."""
+    POST_BACKWARD = auto()
+    """From phase 7 to phase 8."""
+
+
+class GroupState:
+    """One group's way through a step. Its forward lasts from its first module to its last.
+
+    Attributes:
+        group: the parameters.
+        members: the states of the modules that need them.
+        training: where it is.
+        tapped: whether an output of the current forward leads backward to it.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self.group = group
+        self.members: list[FSDPState] = []
+        self.training = TrainingState.IDLE
+        self.tapped = False
+        self._waiting: set[FSDPState] = set()  # members that this forward has not come out of
+        self._open = 0  # calls of members that are running; more than one if a member calls another, or itself
+
+    def enter(self) -> bool:
+        """Note the call of a member; say whether it begins a new forward."""
+        new = self.training is not TrainingState.FORWARD
+        if new:
+            self.training = TrainingState.FORWARD
+            self.tapped = False
+            self._waiting = set(self.members)
+            self._open = 0
+        self._open += 1
+        return new
+
+    def leave(self, member: FSDPState) -> bool:
+        """Note the end of a call of `member`; say whether forward has now been through all of them."""
+        self._waiting.discard(member)
+        self._open -= 1
+        return not self._waiting and not self._open
+
+
+class FSDPRoot:
+    """What the hooks of one model share.
+
+    Attributes:
+        schedule: what is launched when.
+        module_state: of the root.
+        forward_root: the outermost module whose forward is running.
+        is_last_backward: the backward that runs, or comes next, is the last one before the optimizer: it finishes what
+            is in flight.
+    """
+
+    def __init__(self, state: FSDPState, groups: Sequence[GroupState], device: torch.device) -> None:
+        self.schedule = Schedule([item.group for item in groups], device)
+        self.module_state = state
+        self.forward_root: FSDPState | None = None
+        self.is_last_backward = True
+        self._groups = tuple(groups)
+        self._in_backward = False
+
+    def begin_forward(self, state: FSDPState) -> None:
+        """Note that the forward of a module begins; it is the outermost if no other is running."""
+        if self.forward_root is None:
+            if self._in_backward:
+                self.abandon_step()
+            self.forward_root = state
+            self.schedule.begin_forward(whole_model=state is self.module_state)
+
+    def complete(self, state: GroupState, *, keep: bool) -> None:
+        """Phase 4: forward has done with a group; `keep` its parameters for the backward that is running."""
+        state.training = TrainingState.IDLE
+        if keep:
+            return
+        if state.tapped:
+            self.schedule.complete(state.group)
+        if state.group.switches.reshard_after_forward:
+            self.schedule.reshard(state.group, after_forward=True)
+
+    def end_forward(self) -> None:
+        """End the outermost forward: complete groups of which not every module ran, give back what no one awaits."""
+        for state in self._groups:
+            if state.training is TrainingState.FORWARD:
+                self.complete(state, keep=False)
+        self.schedule.end_forward()
+        awaited = self.schedule.awaiting_backward()
+        for state in self._groups:
+            if state.group not in awaited:
+                self.schedule.reshard(state.group)
+        self.forward_root = None
+
+    def begin_backward(self) -> None:
+        """Make sure that phase 8 comes, once in each backward."""
+        if not self._in_backward:
+            self._in_backward = True
+            call_after_backward(self._end_backward)
+
+    def post_backward(self, states: Sequence[GroupState]) -> None:
+        """Phase 7, for groups whose gradients are complete, last one first."""
+        for state in reversed(states):
+            state.training = TrainingState.POST_BACKWARD
+            if state.group.switches.reshard_after_backward:
+                self.schedule.reshard(state.group)
+            if state.group.reducer.switches.reduce:
+                self.schedule.reduce(state.group)
+            else:
+                state.group.reducer.accumulate()
+
+    def _end_backward(self) -> None:
+        """Phase 8."""
+        self.post_backward([state for state in self._groups if state.training is not TrainingState.POST_BACKWARD])
+        if self.is_last_backward:
+            self.schedule.end_backward()
+        else:
+            self.schedule.discard_unused()
+        for state in self._groups:
+            state.training = TrainingState.IDLE
+        self._in_backward = False
+
+    def abandon_step(self) -> None:
+        """Clean up after a forward or backward that raised: gradients on their way are lost, memory is given back."""
+        self.forward_root = None
+        self.schedule.drop_reductions()
+        for state in self._groups:
+            state.group.reducer.drop()
+            self.schedule.reshard(state.group)
+            state.training = TrainingState.IDLE
+        self.schedule.end_backward()
+        self._in_backward = False
