@@ -32,7 +32,7 @@ from fsdp_eager.collectives import copy_out, launch_gather
 from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState
 from fsdp_eager.reduction import GradientReducer
 from fsdp_eager.reshard import SharedBuffer, WholeBuffer
-from fsdp_eager.torch_private import local_shard, version_of
+from fsdp_eager.torch_private import local_shard, writes_to
 
 ALIGNED = 32
 """Elements, 64 bytes of the narrowest dtype; see [Note: alignment]."""
@@ -129,7 +129,7 @@ class FSDPParamGroup:
         self.whole.free()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # what is gathered into, and its handle
         self._kept: torch.Tensor | None = None  # see [Note: a piece for backward]
-        self._gathered_version = self._version()
+        self._gathered_writes = self._writes()
         self.reducer = GradientReducer(
             self.params,
             shard_group=self._group,
@@ -152,11 +152,11 @@ class FSDPParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the shards were written to since the whole parameters were gathered."""
-        return self._version() != self._gathered_version
+        return self._writes() != self._gathered_writes
 
-    def _version(self) -> int:
+    def _writes(self) -> int:
         """A count of writes to the shards: DTensors count those made through them, the buffer those made past them."""
-        return version_of(self._shard) + sum(version_of(param.sharded_param) for param in self.params)
+        return writes_to([self._shard, *[param.sharded_param for param in self.params]])
 
     def settle(self) -> None:
         """Take over what users did to the shards since the last gather: converted, moved, made real, loaded.
@@ -180,7 +180,6 @@ class FSDPParamGroup:
         self.whole.free()
         self.reducer.reduce_dtype = self.options.mp_policy.reduction_dtype(self._shard)
 
-    @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to gather the whole parameters; the group must be sharded."""
         kept, self._kept = self._kept, None
@@ -195,10 +194,9 @@ class FSDPParamGroup:
             else:
                 gathered = self.whole.writable.new_empty(self._world_size * self._shard.numel())
             self._pending = gathered, launch_gather(self._shard, gathered, self._group)
-        self._gathered_version = self._version()
+        self._gathered_writes = self._writes()
         self.state = ShardedState.GATHERING
 
-    @torch.no_grad()
     def wait_gather(self) -> None:
         """Finish the gather, and let modules hold whole parameters."""
         assert self.state is ShardedState.GATHERING
@@ -257,7 +255,7 @@ class FSDPParamGroup:
         self.whole = SharedBuffer(self._shard) if shared else WholeBuffer(total, compute_dtype, compute_device)
         wholes = self.whole.whole[: sum(places)].split(places)
         self._wholes = [
-            part[: self._world_size * chunk]
+            part[: self._world_size * chunk].view(self._world_size, chunk)
             for part, chunk in zip(self.whole.writable[: sum(places)].split(places), chunks, strict=True)
         ]
         self._is_ordered = len(self._cuts) == 1 and self._cuts[0].dim == 0 and total == sum(places)

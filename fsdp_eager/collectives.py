@@ -46,23 +46,22 @@ def launch_gather(shard: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> 
     return work
 
 
-def copy_out(gathered: Tensor, wholes: Sequence[Tensor], cuts: Sequence[Cut]) -> None:
+def copy_out(gathered: Tensor, wholes: list[Tensor], cuts: Sequence[Cut]) -> None:
     """Sort `gathered` [W * S], ordered by rank, into whole parameters.
 
     Args:
         gathered: what came.
-        wholes: one for each parameter, 1D [W * c_i].
+        wholes: one for each parameter, [W, c_i].
         cuts: of each.
     """
     sizes = [cut.chunk_numel for cut in cuts]
     world_size = gathered.numel() // sum(sizes)
     rows = gathered.view(world_size, -1)
     if all(cut.dim == 0 for cut in cuts):  # chunks of rows follow each other in memory: one kernel for all
-        out = [whole.view(world_size, -1) for whole in wholes]
-        torch.split_with_sizes_copy(rows, sizes, dim=1, out=out)
+        torch.split_with_sizes_copy(rows, sizes, dim=1, out=wholes)
         return
     for chunks, whole, cut in zip(rows.split(sizes, dim=1), wholes, cuts, strict=True):
-        target = whole[: cut.numel].view(cut.shape)
+        target = whole.view(-1)[: cut.numel].view(cut.shape)
         for rank in range(world_size):
             shape = cut.shape_of(rank)
             cut.part(target, rank).copy_(chunks[rank, : math.prod(shape)].view(shape))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import EngineError
 from fsdp_eager.torch_private import (
     held_parameter,
+    holds_shard,
     local_shard,
     run_post_accumulate_hooks,
     set_local_shard,
@@ -127,6 +128,7 @@ class FSDPParam:
         self._owners = managed.owners
         rank = mesh.get_local_rank(mesh.ndim - 1)
         self._local_shape = cut.shape_of(rank)
+        self._local_stride = torch.empty(self._local_shape, device="meta").stride()
         local = self._local_in(shard)
         local.copy_(cut.part(param.detach(), rank))
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(cut.dim))
@@ -150,15 +152,12 @@ class FSDPParam:
         Raises:
             EngineError: it was replaced by something that is no such shard.
         """
-        module, attribute = self._owners[0]
-        held = held_parameter(module, attribute)
+        if holds_shard(self._owners[0], self.sharded_param, self._local):
+            return False
+        held = held_parameter(*self._owners[0])
         if held is not self.sharded_param:
             self._take_over(held)
-        found = local_shard(self.sharded_param)
-        # by dtype as well, so that a rank with an empty shard does not go on alone
-        return (
-            found.dtype is not self._local.dtype or found.device != self._local.device or not _same(found, self._local)
-        )
+        return True
 
     def to_unsharded(self) -> None:
         """Put the whole parameter, freshly gathered, where the shard is; frozen if the shard is.
@@ -167,7 +166,7 @@ class FSDPParam:
             EngineError: it was replaced, converted or given other data.
         """
         whole, found = self._whole, self.unsharded_param
-        if found.dtype is not whole.dtype or not _same(found, whole):
+        if found.data_ptr() != whole.data_ptr() and found.numel():
             raise EngineError(
                 f"parameter {self.name}: expected {whole.dtype} in the buffer of its group, found {found.dtype} on "
                 f"{found.device} elsewhere; while a parameter is whole, change its values in place and not by .data ="
@@ -215,7 +214,7 @@ class FSDPParam:
         run_post_accumulate_hooks(self.sharded_param)
 
     def _local_in(self, flat: Tensor) -> Tensor:
-        return flat[: math.prod(self._local_shape)].view(self._local_shape)
+        return flat.as_strided(self._local_shape, self._local_stride)
 
     def _hold(self, local: Tensor, whole: Tensor) -> None:
         self._local, self._whole = local, whole
@@ -237,17 +236,15 @@ class FSDPParam:
             or not is_like
             or any(held_parameter(module, name) is not held for module, name in self._owners)
         ):
-            module, attribute = self._owners[0]
-            raise self._replaced(module, attribute)
+            raise self._replaced(*self._owners[0])
         self.replaced.append(weakref.ref(ours))
         vars(held).update(vars(ours))
         held.requires_grad_(ours.requires_grad)
         self.sharded_param = held
 
     def _register(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        for module, attribute in self._owners:
-            if not swap_parameter(module, attribute, old, new):
-                raise self._replaced(module, attribute)
+        if (owner := swap_parameter(self._owners, old, new)) is not None:
+            raise self._replaced(*owner)
 
     def _replaced(self, module: nn.Module, attribute: str) -> EngineError:
         return EngineError(
@@ -255,8 +252,3 @@ class FSDPParam:
             "would be neither gathered nor reduced; change values in place "
             "(load_state_dict without assign=True), or replace it before sharding"
         )
-
-
-def _same(found: Tensor, expected: Tensor) -> bool:
-    """Whether the two begin at one address; what is empty has none."""
-    return not found.numel() or found.data_ptr() == expected.data_ptr()

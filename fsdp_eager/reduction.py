@@ -121,7 +121,6 @@ class GradientReducer:
         for param in self._params:
             param.take_gradient()
 
-    @torch.no_grad()
     def pack(self, gradients: Gradients) -> Tensor:
         """Phase 2. Empties the list, so that the memory is free before more is asked for."""
         cuts = [param.cut for param, _ in gradients]
@@ -129,7 +128,6 @@ class GradientReducer:
         gradients.clear()
         return packed
 
-    @torch.no_grad()
     def launch(self, params: Sequence[FSDPParam], packed: Tensor) -> InFlight:
         """Phase 3, as the switches are now."""
         switches = self.switches
@@ -145,7 +143,6 @@ class GradientReducer:
         pending = launch_reduce_scatter(packed, switches.separate_group or self._shard_group, reduction)
         return InFlight(params, pending, reduction, switches.all_reduce, switches.hook)
 
-    @torch.no_grad()
     def advance(self, flight: InFlight) -> bool:
         """Wait for phase 3 and launch phase 4; say whether there is one."""
         total = flight.pending.wait()
@@ -163,7 +160,6 @@ class GradientReducer:
         flight.pending = launch_all_reduce(total, self._replica_group, flight.reduction)
         return True
 
-    @torch.no_grad()
     def accept(self, flight: InFlight) -> None:
         """Wait for phase 4, and do phase 5: parts of one buffer become `.grad` of the shards."""
         if not flight.params:
@@ -171,7 +167,7 @@ class GradientReducer:
         total = flight.pending.wait()
         if flight.hook is not None:
             flight.hook(total)
-        if flight.reduction.postdivide is not None:
+        if flight.reduction.postdivide not in (None, 1.0):
             total.div_(flight.reduction.postdivide)
         shard = local_shard(flight.params[0].sharded_param)
         total = total.to(shard.dtype).to(shard.device)

@@ -125,6 +125,7 @@ class FSDPRoot:
             self._in_backward = True
             call_after_backward(self._end_backward)
 
+    @torch.no_grad()
     def post_backward(self, states: Sequence[GroupState]) -> None:
         """Phase 7, for groups whose gradients are complete, last one first."""
         for state in reversed(states):
@@ -136,6 +137,7 @@ class FSDPRoot:
             else:
                 state.group.reducer.accumulate()
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         """Phase 8."""
         self.post_backward([state for state in self._groups if state.training is not TrainingState.POST_BACKWARD])
@@ -147,6 +149,7 @@ class FSDPRoot:
             state.training = TrainingState.IDLE
         self._in_backward = False
 
+    @torch.no_grad()
     def abandon_step(self) -> None:
         """Clean up after a forward or backward that raised: gradients on their way are lost, memory is given back."""
         self.forward_root = None

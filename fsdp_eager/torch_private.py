@@ -6,7 +6,7 @@ the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -38,20 +38,31 @@ def held_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
-def swap_parameter(module: nn.Module, name: str, old: nn.Parameter, new: nn.Parameter) -> bool:
-    """Register `new` where `module` holds `old`; say False, and change nothing, where it holds something else.
+def swap_parameter(
+    owners: Iterable[tuple[nn.Module, str]], old: nn.Parameter, new: nn.Parameter
+) -> tuple[nn.Module, str] | None:
+    """Register `new` wherever the owners, modules and names, hold `old`; return the first that holds something else.
 
     Why private: `setattr` checks and bookkeeping cost more than everything else in a switch of states. A class that
     keeps its own book of parameters in `__setattr__` still gets the call.
     """
-    parameters = module._parameters
-    if parameters.get(name) is not old:
-        return False
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        parameters[name] = new
-    else:
-        setattr(module, name, new)
-    return True
+    for module, name in owners:
+        parameters = module._parameters
+        if parameters.get(name) is not old:
+            return module, name
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            parameters[name] = new
+        else:
+            setattr(module, name, new)
+    return None
+
+
+def holds_shard(owner: tuple[nn.Module, str], param: nn.Parameter, local: torch.Tensor) -> bool:
+    """Whether the owner holds `param`, a DTensor, and that lies in `local`.
+
+    Why private: as above; this is asked of each parameter before each gather.
+    """
+    return owner[0]._parameters.get(owner[1]) is param and param._local_tensor is local  # type: ignore[attr-defined]
 
 
 def local_shard(dtensor: torch.Tensor) -> torch.Tensor:
@@ -89,12 +100,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor` was written to.
+def writes_to(tensors: Iterable[torch.Tensor]) -> int:
+    """How often `tensors` were written to, together.
 
     Why private: autograd keeps the count for its own checks; nothing public tells of a write.
     """
-    return tensor._version
+    return sum([tensor._version for tensor in tensors])
 
 
 def set_local_shard(dtensor: torch.Tensor, local: torch.Tensor) -> None:
