@@ -16,26 +16,19 @@ from fsdp_eager.param import FSDPParam
 
 
 def check_optimizers(params: Sequence[FSDPParam]) -> None:
-    """Refuse optimizers that hold what `params` have replaced.
-
-    What nobody holds is gone by now, so in a correct program there is nothing to look for.
+    """Refuse optimizers that hold, instead of the shards of `params`, what was there before or is there at times.
 
     Raises:
         EngineError: there is such an optimizer.
     """
-    replaced = {id(old): param.name for param in params for ref in param.replaced if (old := ref()) is not None}
-    if not replaced:
-        return
+    wrong = {id(old): param.name for param in params for ref in param.replaced if (old := ref()) is not None}
+    wrong |= {id(param.unsharded_param): param.name for param in params}
     for thing in gc.get_objects():
         if isinstance(thing, Optimizer):
-            _check(thing, replaced)
-
-
-def _check(optimizer: Optimizer, replaced: dict[int, str]) -> None:
-    names = [replaced[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in replaced]
-    if names:
-        raise EngineError(
-            f"optimizer {type(optimizer).__name__}: holds {len(names)} parameters as they were before sharding, such "
-            f"as {names[0]}, and would never train the model; build it after fully_shard, and after "
-            "load_state_dict(assign=True)"
-        )
+            names = [wrong[id(held)] for group in thing.param_groups for held in group["params"] if id(held) in wrong]
+            if names:
+                raise EngineError(
+                    f"optimizer {type(thing).__name__}: holds {len(names)} parameters as they were before sharding, or "
+                    f"while they were whole, such as {names[0]}, and would never train the model; build it after "
+                    "fully_shard and load_state_dict(assign=True), and not between unshard and reshard"
+                )

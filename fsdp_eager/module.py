@@ -26,6 +26,17 @@ from fsdp_eager.schedule import EventLog, Schedule
 from fsdp_eager.state import FSDPState, init_root
 
 
+def _left_out(name: str) -> Callable[..., NoReturn]:
+    """What stands in the place of something of FSDP2's that this engine lacks."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise EngineError(
+            f"{name} is left out of this engine; it is in torch.distributed.fsdp, see fsdp_eager/module.py"
+        )
+
+    return refuse
+
+
 class UnshardHandle:
     """A gather that `FSDPModule.unshard` launched."""
 
@@ -219,23 +230,10 @@ class FSDPModule(nn.Module):
             raise EngineError(f"reset_iter_state: {type(self).__name__} is not the root; call it on the {name}")
         root.abandon_step()
 
-    # Left out
-
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Left out."""
-        raise _left_out("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Left out."""
-        raise _left_out("set_custom_reduce_scatter")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Left out."""
-        raise _left_out("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Left out."""
-        raise _left_out("set_symm_mem_for_comm")
+    set_custom_all_gather = _left_out("set_custom_all_gather")
+    set_custom_reduce_scatter = _left_out("set_custom_reduce_scatter")
+    set_allocate_memory_from_process_group_for_comm = _left_out("set_allocate_memory_from_process_group_for_comm")
+    set_symm_mem_for_comm = _left_out("set_symm_mem_for_comm")
 
     # What all of these use
 
@@ -280,9 +278,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, between_hooks)
 
 
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> NoReturn:
-    """Left out."""
-    raise _left_out("share_comm_ctx")
+share_comm_ctx = _left_out("share_comm_ctx")
 
 
 def _states(modules: Sequence[FSDPModule]) -> list[FSDPState]:
@@ -300,7 +296,3 @@ def _check_bool(name: str, value: object) -> None:
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise EngineError(f"{name}: expected a whole number from 1 on, found {value!r}")
-
-
-def _left_out(name: str) -> EngineError:
-    return EngineError(f"{name} is left out of this engine; it is in torch.distributed.fsdp, see fsdp_eager/module.py")

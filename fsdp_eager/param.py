@@ -231,11 +231,7 @@ class FSDPParam:
             and held.placements == ours.placements
             and held.device_mesh == ours.device_mesh
         )
-        if (
-            held is None
-            or not is_like
-            or any(held_parameter(module, name) is not held for module, name in self._owners)
-        ):
+        if held is None or not is_like or any(held_parameter(*owner) is not held for owner in self._owners):
             raise self._replaced(*self._owners[0])
         self.replaced.append(weakref.ref(ours))
         vars(held).update(vars(ours))

@@ -108,12 +108,13 @@ class Schedule:
 
         Args:
             group: what is needed.
-            refresh: gather again what is whole, if the shards were written to since.
+            refresh: gather again what is whole or on its way, if the shards were written to since.
         """
-        if group.state is ShardedState.UNSHARDED:
-            if not (refresh and group.is_stale):
-                return
+        if refresh and group.is_stale:
+            self._discard(group)
             self.reshard(group)
+        if group.state is ShardedState.UNSHARDED:
+            return
         self.launch(group)
         self._gathering -= 1
         with self._range(WAIT_GATHER, group):
@@ -150,11 +151,14 @@ class Schedule:
     def discard_unused(self) -> None:
         """Drop gathers that were launched for a use that did not come."""
         for group in self._groups:
-            if group.state is ShardedState.GATHERING:
-                self._gathering -= 1
-                with self._range(WAIT_GATHER, group):
-                    group.discard_gather()
-                self._tell("discard_gather", group)
+            self._discard(group)
+
+    def _discard(self, group: FSDPParamGroup) -> None:
+        if group.state is ShardedState.GATHERING:
+            self._gathering -= 1
+            with self._range(WAIT_GATHER, group):
+                group.discard_gather()
+            self._tell("discard_gather", group)
 
     # Order
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.mesh import build_mesh
 from fsdp_eager import MixedPrecisionPolicy, Transport, fully_shard
 from parity_tests import eager_flow_scripts, eager_number_scripts
 from parity_tests.eager_cases import loss_of, make_net, mean_gradients, same, whole_gradients
-from parity_tests.eager_scripts import Script, apply, rows_of, same_values
+from parity_tests.eager_scripts import Script, apply, rows_of, same_values, steps, zeroed_net
 
 SCRIPTS: dict[str, Script] = {**eager_flow_scripts.SCRIPTS, **eager_number_scripts.SCRIPTS}
 
@@ -122,23 +123,59 @@ def events(ctx: RankContext, replicas: int, settings: dict[str, Any]) -> list[st
     return log
 
 
-def kept_weights_are_fresh(ctx: RankContext) -> list[str]:
-    """What is wrong after an optimizer's step between two micro-batches that keep whole parameters."""
-    runs = []
-    for keep in (True, False):
-        model = apply(fsdp_eager, make_net())
-        model.set_reshard_after_backward(not keep)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(3):
-            loss = loss_of(model, step, ctx.rank)
-            loss.backward()
-            losses.append(loss.detach())
-            model.reshard() if not keep else None
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append(losses)
-    return [f"step {i}" for i, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
+def stale_weights(ctx: RankContext) -> dict[str, list[str]]:
+    """Ways to change shards while whole parameters are kept or on their way, and where training then goes wrong."""
+    expected = steps(apply(fsdp_eager, make_net()), ctx, 3)
+    found: dict[str, list[str]] = {}
+    for name, change in STALE.items():
+        result = steps(change(ctx), ctx, 3)
+        # losses: while whole weights are kept, those are what the model shows, and gradients are on the shards
+        losses = [key for key in expected if key.startswith("loss")]
+        found[name] = [key for key in losses if not same(result[key], expected[key])]
+    return found
+
+
+def _kept_after_backward(ctx: RankContext) -> Any:
+    model = apply(fsdp_eager, make_net())
+    model.set_reshard_after_backward(False)
+    return model
+
+
+def _kept_by_evaluation(ctx: RankContext) -> Any:
+    model = apply(fsdp_eager, make_net(), reshard_after_forward=False)
+    with torch.inference_mode():
+        loss_of(model, 7, ctx.rank)
+    return model
+
+
+def _loaded_while(ctx: RankContext, async_op: bool) -> Any:
+    """Values of another model, loaded after a gather by hand."""
+    model, source = apply(fsdp_eager, zeroed_net()), apply(fsdp_eager, make_net())
+    for block in model.blocks:
+        block.unshard(async_op=async_op)
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+def _written_while(ctx: RankContext) -> Any:
+    """The same, parameter by parameter, after a gather that nobody waited for."""
+    model, source = apply(fsdp_eager, zeroed_net()), apply(fsdp_eager, make_net())
+    params = list(zip(model.parameters(), source.parameters(), strict=True))
+    for block in model.blocks:
+        block.unshard(async_op=True)
+    with torch.no_grad():
+        for param, value in params:
+            param.copy_(value)
+    return model
+
+
+STALE: dict[str, Callable[[RankContext], Any]] = {
+    "kept after backward": _kept_after_backward,
+    "kept by an evaluation": _kept_by_evaluation,
+    "loaded while whole": functools.partial(_loaded_while, async_op=False),
+    "loaded while on the way": functools.partial(_loaded_while, async_op=True),
+    "written while on the way": _written_while,
+}
 
 
 def mixed_dtypes(ctx: RankContext) -> dict[str, Any]:

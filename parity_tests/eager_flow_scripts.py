@@ -121,6 +121,7 @@ def unshard_by_hand(api: Any, ctx: RankContext) -> Found:
     handle.wait()
     handle.wait()
     found = {f"whole {name}": param.detach().clone() for name, param in model.blocks[0].named_parameters()}
+    model.blocks[0].reshard()
     model.blocks[1].unshard(async_op=True)  # nobody waits but the forward
     assert model.blocks[2].unshard() is None
     model.blocks[2].reshard()

@@ -197,6 +197,17 @@ def early_optimizer(ctx: RankContext) -> None:
 
 
 @misuse
+def optimizer_while_whole(ctx: RankContext) -> None:
+    model = make_net()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=build_mesh())
+    model.blocks[0].unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0, ctx.rank)
+    optimizer.step()
+
+
+@misuse
 def no_such_dimension(ctx: RankContext) -> None:
     fully_shard(nn.Linear(3, 3), mesh=build_mesh(), shard_placement_fn=lambda _: Shard(1))
 

@@ -118,9 +118,13 @@ def test_reduction_over_replicas_hides_behind_the_next_group(pool: RankPool) -> 
         assert order.index(f"launch_reduce {later}") < order.index(f"wait_reduce {earlier}")
 
 
-def test_weights_kept_over_an_optimizer_step_are_gathered_again(pool: RankPool) -> None:
-    """`set_reshard_after_backward(False)` and a step: torch goes on with what it kept; here losses are the same."""
-    assert pool.run(cases.kept_weights_are_fresh, ranks=2) == [[]] * 2
+def test_whole_weights_are_never_out_of_date(pool: RankPool) -> None:
+    """However shards change while whole weights are kept or on their way, the next forward has the new values.
+
+    torch goes on with the old ones after `set_reshard_after_backward(False)` and a step, and after an evaluation with
+    `reshard_after_forward=False`.
+    """
+    assert pool.run(cases.stale_weights, ranks=2) == [{name: [] for name in cases.STALE}] * 2
 
 
 def test_parameters_of_two_dtypes_are_two_groups(pool: RankPool) -> None:

@@ -28,6 +28,7 @@ MESSAGES = {
     "no_mesh": ("mesh", "none", "one dimension"),
     "reshard_number": ("reshard_after_forward", "bool", "divisor", "5"),
     "early_optimizer": ("optimizer SGD", "22 parameters", "after fully_shard"),
+    "optimizer_while_whole": ("optimizer SGD", "5 parameters", "while they were whole", "between unshard and reshard"),
     "no_such_dimension": ("Linear.bias", "1 dimensions", "Shard(dim=1)"),
     "no_placement": ("Linear.weight", "shard_placement_fn", "found 1"),
     "pinned_without_gpu": ("CPUOffloadPolicy", "pin_memory=False"),
