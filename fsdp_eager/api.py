@@ -86,7 +86,7 @@ def fully_shard(
     by_dtype: dict[torch.dtype, list[Managed]] = {}
     for name, param, owners in _unmanaged(roots):
         if param not in ignored:
-            managed = Managed(name, param, owners, _dim_to_cut(name, param, shard_placement_fn))
+            managed = Managed(name, param, tuple(owners), _dim_to_cut(name, param, shard_placement_fn))
             by_dtype.setdefault(param.dtype, []).append(managed)
     for same_dtype in by_dtype.values():
         shard_group(roots, same_dtype, options, name="")
@@ -185,21 +185,23 @@ def _managed_by(param: nn.Parameter) -> GroupState | None:
     return state
 
 
-def _unmanaged(
-    roots: Sequence[nn.Module],
-) -> Iterator[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]]:
-    """The parameters under `roots` that no inner call has sharded, in registration order: name, itself, owners."""
-    inside = dict.fromkeys(module for root in roots for module in root.modules())
+def owners_of(roots: Iterable[nn.Module]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every (module, attribute) that holds a parameter inside `roots`, in registration order."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in inside:
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            group = _managed_by(param)
-            inner = group is not None and any(member.module in inside for member in group.members)
-            if not (inner and isinstance(param, DTensor)):
-                owners.setdefault(param, []).append((module, attribute))
-    for param, held in owners.items():
-        module, attribute = held[0]
-        yield f"{type(module).__name__}.{attribute}", param, tuple(held)
+            owners.setdefault(param, []).append((module, attribute))
+    return owners
+
+
+def _unmanaged(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """The parameters inside `roots` that no inner call has sharded: a name for messages, itself, owners."""
+    inside = {module for root in roots for module in root.modules()}
+    for param, owners in owners_of(roots).items():
+        group = _managed_by(param)
+        inner = group is not None and any(member.module in inside for member in group.members)
+        if not (inner and isinstance(param, DTensor)):
+            yield f"{type(owners[0][0]).__name__}.{owners[0][1]}", param, owners
 
 
 @functools.cache

@@ -166,15 +166,15 @@ class FSDPParamGroup:
         """
         if not any([param.is_moved() for param in self.params]) and not self._shard.is_meta:
             return
-        locals_ = {param.name: local_shard(param.sharded_param) for param in self.params}
-        unreal = [name for name, local in locals_.items() if local.is_meta]
+        shards = [(param.name, local_shard(param.sharded_param)) for param in self.params]
+        unreal = [name for name, shard in shards if shard.is_meta]
         if unreal:
             raise EngineError(
                 f"parameters {', '.join(unreal[:5])}: expected real values, found the meta device; before the first "
                 'forward call model.to_empty(device="cpu") and set values, or load a state dict with assign=True'
             )
-        check_one_dtype(locals_.items())
-        parts = self._allocate(next(iter(locals_.values())), self.options.shard_device)
+        check_one_dtype(shards)
+        parts = self._allocate(shards[0][1], self.options.shard_device)
         for param, part in zip(self.params, parts, strict=True):
             param.move_into(*part)
         self.whole.free()
@@ -243,10 +243,10 @@ class FSDPParamGroup:
         chunks = [cut.chunk_numel for cut in self._cuts]
         places = _places([self._world_size * chunk for chunk in chunks])
         shard_places = places if self._world_size == 1 else chunks  # what one rank computes with is its shard
-        pinned = isinstance(self.options.offload_policy, CPUOffloadPolicy) and self.options.offload_policy.pin_memory
-        self._shard = torch.zeros(
-            sum(shard_places), dtype=dtype, device=device, pin_memory=pinned
-        )  # zeros: the padding
+        offload = self.options.offload_policy
+        pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type == "cpu"
+        numel = sum(shard_places)
+        self._shard = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)  # zeros: the padding
         compute_device = device if device.type == "meta" else self.options.device
         total = sum(places)
         if self._neighbours is not None:

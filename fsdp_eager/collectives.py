@@ -37,11 +37,12 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 def launch_gather(shard: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `gathered` [W * S] with every rank's `shard` [S], in rank order.
 
-    The cast to the dtype of `gathered`, if it is another, comes before the gather: what travels is narrow.
+    The cast to the dtype of `gathered`, if it is another, comes before the gather: what travels is narrow. So does the
+    copy to its device, if shards live on the CPU.
     """
-    if gathered.dtype is not shard.dtype:
+    if gathered.dtype is not shard.dtype or gathered.device != shard.device:
         place = gathered.view(group.size(), -1)[group.rank()]
-        shard = place.copy_(shard)
+        shard = place.copy_(shard, non_blocking=True)
     work: dist.Work = _all_gather(gathered, shard, group=group, async_op=True)
     return work
 

@@ -7,7 +7,7 @@ Source: the FSDP2 tutorial, which says to build the optimizer after `fully_shard
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -23,12 +23,22 @@ def check_optimizers(params: Sequence[FSDPParam]) -> None:
     """
     wrong = {id(old): param.name for param in params for ref in param.replaced if (old := ref()) is not None}
     wrong |= {id(param.unsharded_param): param.name for param in params}
+    if not _holders(wrong):
+        return
+    gc.collect()  # one that is no longer used may wait for this
+    for title, names in _holders(wrong):
+        raise EngineError(
+            f"optimizer {title}: holds {len(names)} parameters as they were before sharding, or while they were whole, "
+            f"such as {names[0]}, and would never train the model; build it after fully_shard and "
+            "load_state_dict(assign=True), and not between unshard and reshard"
+        )
+
+
+def _holders(wrong: Mapping[int, str]) -> list[tuple[str, list[str]]]:
+    """Optimizers that hold a parameter whose id is in `wrong`: the name of the class, and what `wrong` calls them."""
+    found = []
     for thing in gc.get_objects():
         if isinstance(thing, Optimizer):
             names = [wrong[id(held)] for group in thing.param_groups for held in group["params"] if id(held) in wrong]
-            if names:
-                raise EngineError(
-                    f"optimizer {type(thing).__name__}: holds {len(names)} parameters as they were before sharding, or "
-                    f"while they were whole, such as {names[0]}, and would never train the model; build it after "
-                    "fully_shard and load_state_dict(assign=True), and not between unshard and reshard"
-                )
+            found += [(type(thing).__name__, names)] if names else []
+    return found

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from common.errors import EngineError
 from fsdp_eager.bucket import FSDPParamGroup
 from fsdp_eager.param import ShardedState
-from fsdp_eager.root import FSDPRoot
 from fsdp_eager.schedule import EventLog, Schedule
-from fsdp_eager.state import FSDPState, init_root
+from fsdp_eager.state import FSDPState
 
 
 def _left_out(name: str) -> Callable[..., NoReturn]:
@@ -108,7 +107,8 @@ class FSDPModule(nn.Module):
         Raises:
             EngineError: no bool.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        if not isinstance(reshard_after_forward, bool):
+            raise EngineError(f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}")
         for group in self._groups(recurse=recurse):
             group.switches.reshard_after_forward = reshard_after_forward
 
@@ -141,7 +141,7 @@ class FSDPModule(nn.Module):
         """
         if limit is not None:
             _check_positive("limit", limit)
-        self._root_schedule().max_gathers = limit
+        self.fsdp_state.switches.max_gathers = limit
 
     # Gradients
 
@@ -158,7 +158,7 @@ class FSDPModule(nn.Module):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer; others leave reductions in flight."""
-        self._root().is_last_backward = is_last_backward
+        self.fsdp_state.switches.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide the sum over all ranks by `factor`, in the place of their number.
@@ -188,7 +188,7 @@ class FSDPModule(nn.Module):
             EngineError: less than 1.
         """
         _check_positive("max_input_buffers", max_input_buffers)
-        self._root_schedule().max_messages = max_input_buffers
+        self.fsdp_state.switches.max_messages = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce over a process group of its own, so that gathers and reductions may overlap; all ranks call it."""
@@ -214,7 +214,7 @@ class FSDPModule(nn.Module):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next gather wait for `event`, once, and not for all that compute was given before it."""
-        self._root_schedule().after_optimizer = event
+        self.fsdp_state.switches.after_optimizer = event
 
     def reset_iter_state(self) -> None:
         """Drop a step that raised: its gradients, also those accumulated, and its whole parameters.
@@ -224,7 +224,9 @@ class FSDPModule(nn.Module):
         Raises:
             EngineError: a module inside the root.
         """
-        root = self._root()
+        root = self.fsdp_state.root
+        if root is None:
+            return  # no step has begun
         if root.module_state is not self.fsdp_state:
             name = type(root.module_state.module).__name__
             raise EngineError(f"reset_iter_state: {type(self).__name__} is not the root; call it on the {name}")
@@ -239,24 +241,19 @@ class FSDPModule(nn.Module):
 
     def log_schedule(self, log: EventLog | None) -> None:
         """Tell `log` of each launch, wait and free in the whole model from now on; None ends it."""
-        self._root_schedule().log = log
+        self.fsdp_state.switches.log = log
 
     def _groups(self, *, recurse: bool) -> Iterator[FSDPParamGroup]:
         for module in self.modules() if recurse else (self,):
             if isinstance(module, FSDPModule):
                 yield from (state.group for state in module.fsdp_state.groups)
 
-    def _root(self) -> FSDPRoot:
-        return self.fsdp_state.root or init_root(self.fsdp_state)
-
-    def _root_schedule(self) -> Schedule:
-        return self._root().schedule
-
     def _schedule(self) -> Schedule:
         """The model's schedule; before the first forward, when nobody knows what the model is, one of its own."""
         if self.fsdp_state.root is not None:
             return self.fsdp_state.root.schedule
-        return Schedule([state.group for state in self.fsdp_state.groups], self.fsdp_state.device)
+        state = self.fsdp_state
+        return Schedule([item.group for item in state.groups], state.device, state.switches)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -286,11 +283,6 @@ def _states(modules: Sequence[FSDPModule]) -> list[FSDPState]:
         if not isinstance(module, FSDPModule):
             raise EngineError(f"prefetch: expected sharded modules, found {type(module).__name__}; shard it first")
     return [module.fsdp_state for module in modules]
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise EngineError(f"{name}: expected a bool, found {value!r}")
 
 
 def _check_positive(name: str, value: object) -> None:

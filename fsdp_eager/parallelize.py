@@ -16,7 +16,7 @@ from common.gradient import Transport
 from common.job import JobConfig
 from common.plan import build_plan
 from common.shardable import check_mesh
-from fsdp_eager.api import attach, is_callable, shard_group
+from fsdp_eager.api import attach, is_callable, owners_of, shard_group
 from fsdp_eager.bucket import GroupOptions
 from fsdp_eager.param import Managed
 from fsdp_eager.state import init_root, state_of
@@ -35,7 +35,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
             raise EngineError(f"parallelize: module {name or '(root)'} is sharded already; build a new model")
     plan = build_plan(model, job.plan, reshard_after_forward=job.reshard_after_forward == "always")
     compile_blocks(model, job, plan)
-    owners = _owners(model)
+    owners = owners_of([model])
     for bucket, label in zip(plan.buckets, plan.labels, strict=True):
         options = GroupOptions(
             mesh=mesh,
@@ -44,22 +44,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
             prefetch=bucket.prefetch,
             transport=Transport(job.transport),
         )
-        managed = [Managed(name, model.get_parameter(name), owners[name]) for name in bucket.params]
+        params = {name: model.get_parameter(name) for name in bucket.params}
+        managed = [Managed(name, param, tuple(owners[param])) for name, param in params.items()]
         modules = [_hookable(model, name) for name in bucket.modules]
         shard_group(modules, managed, options, name=label)
     init_root(attach(model, GroupOptions(mesh=mesh, mp_policy=job.mp_policy)))
     return model
-
-
-def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
-    """Every (module, attribute) that holds a parameter, by the parameter's first name."""
-    first: dict[nn.Parameter, str] = {}
-    owners: dict[str, dict[tuple[nn.Module, str], None]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        path, _, attribute = name.rpartition(".")
-        canonical = first.setdefault(param, name)
-        owners.setdefault(canonical, {})[model.get_submodule(path), attribute] = None
-    return {name: tuple(held) for name, held in owners.items()}
 
 
 def _hookable(model: nn.Module, name: str) -> nn.Module:

@@ -77,15 +77,12 @@ class FSDPRoot:
         schedule: what is launched when.
         module_state: of the root.
         forward_root: the outermost module whose forward is running.
-        is_last_backward: the backward that runs, or comes next, is the last one before the optimizer: it finishes what
-            is in flight.
     """
 
     def __init__(self, state: FSDPState, groups: Sequence[GroupState], device: torch.device) -> None:
-        self.schedule = Schedule([item.group for item in groups], device)
+        self.schedule = Schedule([item.group for item in groups], device, state.switches)
         self.module_state = state
         self.forward_root: FSDPState | None = None
-        self.is_last_backward = True
         self._groups = tuple(groups)
         self._in_backward = False
 
@@ -141,7 +138,7 @@ class FSDPRoot:
     def _end_backward(self) -> None:
         """Phase 8."""
         self.post_backward([state for state in self._groups if state.training is not TrainingState.POST_BACKWARD])
-        if self.is_last_backward:
+        if self.schedule.switches.is_last_backward:
             self.schedule.end_backward()
         else:
             self.schedule.discard_unused()

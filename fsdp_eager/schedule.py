@@ -22,6 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,23 +73,35 @@ class Lane:
             self._module.current_stream().wait_stream(self._stream)
 
 
+@dataclass
+class ScheduleSwitches:
+    """What users set for a whole model, each by a method of `FSDPModule`, on its root.
+
+    Attributes:
+        log: told of each event, if it is set.
+        max_gathers: how many gathers may be in flight ahead of their use; None: as many as prefetch lists ask for.
+        max_messages: how many messages of gradients may be held at once.
+        after_optimizer: what the next gather waits for instead of all that compute was given.
+        is_last_backward: the next backward is the last one before the optimizer, and finishes what is in flight.
+    """
+
+    log: EventLog | None = None
+    max_gathers: int | None = None
+    max_messages: int = 1
+    after_optimizer: torch.Event | None = None
+    is_last_backward: bool = True
+
+
 class Schedule:
     """The order of the groups of one model, and what is in flight.
 
     Attributes:
-        log: told of each event, if it is set.
-        max_gathers: how many gathers may be in flight beside the one that is waited for; None: as many as prefetch
-            lists ask for.
-        max_messages: how many messages of gradients may be held at once.
-        after_optimizer: what the next gather waits for instead of all that compute was given.
+        switches: may change at any time.
     """
 
-    def __init__(self, groups: Sequence[FSDPParamGroup], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[FSDPParamGroup], device: torch.device, switches: ScheduleSwitches) -> None:
         """Expect `groups` in this order until a forward has shown another."""
-        self.log: EventLog | None = None
-        self.max_gathers: int | None = None
-        self.max_messages = 1
-        self.after_optimizer: torch.Event | None = None
+        self.switches = switches
         self._groups = tuple(groups)
         self._gather_lane = Lane(device)
         self._reduce_lane = Lane(device)
@@ -97,7 +110,6 @@ class Schedule:
         self._cursor = 0  # how far along the expected order it is
         self._whole_model = True
         self._completed: list[FSDPParamGroup] = []  # forward uses that wait for their backward, oldest first
-        self._gathering = 0
         self._scattering: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over the ranks that share a model
         self._replicating: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over replicas, or done with that
 
@@ -116,7 +128,6 @@ class Schedule:
         if group.state is ShardedState.UNSHARDED:
             return
         self.launch(group)
-        self._gathering -= 1
         with self._range(WAIT_GATHER, group):
             group.wait_gather()
         self._tell(WAIT_GATHER, group)
@@ -127,16 +138,16 @@ class Schedule:
             group.settle()
         elif group.state is not ShardedState.SHARDED_POST_FORWARD:
             return
-        event, self.after_optimizer = self.after_optimizer, None
+        event, self.switches.after_optimizer = self.switches.after_optimizer, None
         with self._gather_lane.launch(after=event), self._range(LAUNCH_GATHER, group):
             group.launch_gather()
-        self._gathering += 1
         self._tell(LAUNCH_GATHER, group)
 
     def prefetch(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Launch the gathers of `groups` ahead of their use, as far as they want that and the limit lets them."""
+        limit = self.switches.max_gathers
         for group in groups:
-            if self.max_gathers is not None and self._gathering >= self.max_gathers:
+            if limit is not None and sum(item.state is ShardedState.GATHERING for item in self._groups) >= limit:
                 return
             if group.options.prefetch:
                 self.launch(group)
@@ -155,7 +166,6 @@ class Schedule:
 
     def _discard(self, group: FSDPParamGroup) -> None:
         if group.state is ShardedState.GATHERING:
-            self._gathering -= 1
             with self._range(WAIT_GATHER, group):
                 group.discard_gather()
             self._tell("discard_gather", group)
@@ -214,7 +224,7 @@ class Schedule:
         gradients = group.reducer.take()
         if not gradients:
             return
-        self._make_room(self.max_messages - 1)
+        self._make_room(self.switches.max_messages - 1)
         params = [param for param, _ in gradients]
         packed = group.reducer.pack(gradients)
         with self._reduce_lane.launch(packed), self._range(LAUNCH_REDUCE, group):
@@ -267,5 +277,5 @@ class Schedule:
         return bucket_range(event, group.name) if group.communicates else nullcontext()
 
     def _tell(self, event: str, group: FSDPParamGroup) -> None:
-        if self.log is not None and group.communicates:
-            self.log(event, group.name)
+        if self.switches.log is not None and group.communicates:
+            self.switches.log(event, group.name)

@@ -39,6 +39,7 @@ from fsdp_eager.autograd import map_tensors, tap_inputs, tap_outputs
 from fsdp_eager.bucket import FSDPParamGroup
 from fsdp_eager.early_optimizers import check_optimizers
 from fsdp_eager.root import FSDPRoot, GroupState, TrainingState
+from fsdp_eager.schedule import ScheduleSwitches
 from fsdp_eager.torch_private import in_backward
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class FSDPState:
         device: where its parameters are.
         groups: what it needs, in the order in which it was sharded.
         root: what it shares with the other modules of the model; None until the first forward.
+        switches: what holds for the whole model, if this is its root.
         forward_prefetch: whose gathers to launch when this module's forward begins; None: what came next last time.
         backward_prefetch: the same for backward; None: what comes next.
     """
@@ -61,6 +63,7 @@ class FSDPState:
         self.device = device
         self.groups: list[GroupState] = []
         self.root: FSDPRoot | None = None
+        self.switches = ScheduleSwitches()
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
         self._mp_policy = mp_policy
@@ -173,6 +176,8 @@ def init_root(state: FSDPState) -> FSDPRoot:
                 f"{title}: its module {name!r} ran forward before the whole model did and so became a root of its "
                 "own; call the outermost sharded module first"
             )
+        if inner is not state and inner.switches != ScheduleSwitches():
+            raise EngineError(f"{title}: {inner.switches} was set on its module {name!r}; set it on the whole {title}")
         states[inner] = name or "(root)"
         groups.update(dict.fromkeys(inner.groups))
     for item in groups:
@@ -185,13 +190,12 @@ def init_root(state: FSDPState) -> FSDPRoot:
     for item in groups:
         if not item.group.name:
             item.group.name = "+".join(states[member] for member in item.members)
-    for item in groups:
         if item.group.switches.reshard_after_forward is None:
             item.group.switches.reshard_after_forward = state not in item.members
     check_optimizers([param for item in groups for param in item.group.params])
     root = FSDPRoot(state, list(groups), state.device)
     for inner in states:
-        inner.root = root
+        inner.root, inner.switches = root, state.switches
     return root
 
 

@@ -249,6 +249,15 @@ def reset_inside(ctx: RankContext) -> None:
 
 
 @misuse
+def set_inside(ctx: RankContext) -> None:
+    model = make_net()
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=build_mesh())
+    model.blocks[0].set_max_all_gathers(2)
+    loss_of(model, 0, ctx.rank)
+
+
+@misuse
 def no_messages(ctx: RankContext) -> None:
     shard(make_net(), ctx).set_reduce_scatter_max_input_buffers(0)
 

@@ -37,6 +37,7 @@ MESSAGES = {
     "divided_by_nothing": ("divide factor", "positive", "0.0"),
     "prefetch_of_plain": ("prefetch", "Linear", "shard it first"),
     "reset_inside": ("reset_iter_state", "FSDPBlock is not the root", "FSDPNet"),
+    "set_inside": ("max_gathers=2", "'blocks.0'", "whole FSDPNet"),
     "no_messages": ("max_input_buffers", "from 1 on", "0"),
     "no_gathers": ("limit", "from 1 on", "True"),
     "reshard_to_two": ("reshard_after_forward", "bool", "2"),
