@@ -1,13 +1,14 @@
 """In which dtype a sharded model computes, reduces and returns; both engines keep the same policy.
 
 Source: torch 2.13 `torch.distributed.fsdp.MixedPrecisionPolicy`, same fields and meaning.
-Left out: tensors inside dataclasses are cast by `fsdp_eager` only.
+Left out: tensors inside dataclasses are cast where the engine can look into them, which is `fsdp_eager`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,13 +51,13 @@ class MixedPrecisionPolicy:
         """The dtype in which the gradient of `param` is summed over ranks."""
         return self.reduce_dtype or self.compute_dtype(param)
 
-    def cast_inputs(self, tree: T) -> T:
-        """Cast the floating-point tensors of a module's inputs, if the policy asks for it."""
-        return cast_floating(tree, self.param_dtype) if self.cast_forward_inputs else tree
+    def cast_inputs(self, tree: T, map_leaves: Callable[..., Any] = tree_map) -> T:
+        """Cast the floating-point tensors of a module's inputs, if the policy asks for it; see `cast_floating`."""
+        return cast_floating(tree, self.param_dtype, map_leaves) if self.cast_forward_inputs else tree
 
-    def cast_outputs(self, tree: T) -> T:
-        """Cast the floating-point tensors of a module's outputs, if the policy asks for it."""
-        return cast_floating(tree, self.output_dtype)
+    def cast_outputs(self, tree: T, map_leaves: Callable[..., Any] = tree_map) -> T:
+        """Cast the floating-point tensors of a module's outputs, if the policy asks for it; see `cast_floating`."""
+        return cast_floating(tree, self.output_dtype, map_leaves)
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
-    """Cast each floating-point tensor in a nested structure to `dtype`; None changes nothing."""
+def cast_floating(tree: T, dtype: torch.dtype | None, map_leaves: Callable[..., Any] = tree_map) -> T:
+    """Cast each floating-point tensor in a nested structure to `dtype`; None changes nothing.
+
+    Args:
+        tree: the nest.
+        dtype: what to cast to.
+        map_leaves: applies a function to the leaves of a nest; the default does not look into dataclasses.
+    """
     if dtype is None:
         return tree
 
@@ -84,5 +91,5 @@ def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
         is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if is_floating else leaf  # type: ignore[attr-defined]
 
-    result: T = tree_map(cast, tree)
+    result: T = map_leaves(cast, tree)
     return result

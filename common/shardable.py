@@ -1,7 +1,7 @@
 """What can be sharded: the checks that both engines make before they touch a model, in one wording.
 
-A sharded parameter is cut into rows, and rows travel: so a parameter has rows, lies in memory row by row, and is where
-the mesh is.
+A sharded parameter is cut into slices, by default rows, and those travel: so a parameter has a dimension, and lies in
+memory row by row.
 """
 
 from __future__ import annotations

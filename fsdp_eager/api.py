@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from common.errors import EngineError
 from common.gradient import Transport
 from common.mesh import build_mesh
+from common.plan import CONTAINERS
 from common.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from common.shardable import check_mesh
+from common.shardable import check_mesh, check_shardable
 from fsdp_eager.bucket import FSDPParamGroup, GroupOptions
 from fsdp_eager.module import FSDPModule
 from fsdp_eager.param import Managed
@@ -71,7 +72,7 @@ def fully_shard(
         title = f"fully_shard: {type(item).__name__}"
         if state_of(item) is not None:
             raise EngineError(f"{title} is sharded already; apply it to a module once")
-        if not is_callable(item):
+        if isinstance(item, CONTAINERS) and not is_callable(item):
             raise EngineError(f"{title} has no forward, so no hook would run; apply it to each module inside")
     roots = [item for item in modules if sum(item in set(other.modules()) for other in modules) == 1]
     mesh = check_mesh(_world_mesh() if mesh is None else mesh, max_dims=2)
@@ -88,6 +89,7 @@ def fully_shard(
         if param not in ignored:
             managed = Managed(name, param, tuple(owners), _dim_to_cut(name, param, shard_placement_fn))
             by_dtype.setdefault(param.dtype, []).append(managed)
+    check_managed(item for same_dtype in by_dtype.values() for item in same_dtype)
     for same_dtype in by_dtype.values():
         shard_group(roots, same_dtype, options, name="")
     for item in roots:  # also a module with nothing left to shard has hooks: it casts inputs, and may be the root
@@ -96,11 +98,11 @@ def fully_shard(
     return module
 
 
-def shard_group(modules: Iterable[nn.Module], managed: Sequence[Managed], options: GroupOptions, *, name: str) -> None:
-    """Shard `managed` as one group that is whole from the first to the last of `modules` to run.
+def check_managed(managed: Iterable[Managed]) -> None:
+    """Refuse what `shard_group` could not shard, before it has changed anything.
 
     Raises:
-        EngineError: a parameter that another group manages, or one that cannot be sharded.
+        EngineError: a parameter that another group manages, or one that cannot be sharded, see `common.shardable`.
     """
     for item in managed:
         other = _managed_by(item.param)
@@ -110,6 +112,11 @@ def shard_group(modules: Iterable[nn.Module], managed: Sequence[Managed], option
                 f"parameter {item.name} is already managed by the group of {members}; modules that share a parameter "
                 "go into one call, fully_shard([a, b]), and calls go from the inside out"
             )
+        check_shardable([(item.name, item.param)], None)
+
+
+def shard_group(modules: Iterable[nn.Module], managed: Sequence[Managed], options: GroupOptions, *, name: str) -> None:
+    """Shard `managed`, which was checked, as one group that is whole from the first to the last of `modules` to run."""
     state = GroupState(FSDPParamGroup(managed, options, name))
     forms = [form for param in state.group.params for form in (param.sharded_param, param.unsharded_param)]
     for form in [*forms, *(item.param for item in managed)]:
@@ -185,23 +192,30 @@ def _managed_by(param: nn.Parameter) -> GroupState | None:
     return state
 
 
-def owners_of(roots: Iterable[nn.Module]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Every (module, attribute) that holds a parameter inside `roots`, in registration order."""
+def owners_of(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every (module, attribute) among `modules` that holds a parameter, in registration order."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+    for module in modules:
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(param, []).append((module, attribute))
     return owners
 
 
 def _unmanaged(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """The parameters inside `roots` that no inner call has sharded: a name for messages, itself, owners."""
+    """The parameters inside `roots`, but not inside a module that was sharded: a name for messages, itself, owners."""
     inside = {module for root in roots for module in root.modules()}
-    for param, owners in owners_of(roots).items():
+    for param, owners in owners_of(dict.fromkeys(_open_modules(roots))).items():
         group = _managed_by(param)
         inner = group is not None and any(member.module in inside for member in group.members)
         if not (inner and isinstance(param, DTensor)):
             yield f"{type(owners[0][0]).__name__}.{owners[0][1]}", param, owners
+
+
+def _open_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """These and all inside them, but for those that were sharded: what a call on those left out stays out."""
+    for module in modules:
+        yield module
+        yield from _open_modules(child for child in module.children() if state_of(child) is None)
 
 
 @functools.cache

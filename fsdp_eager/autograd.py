@@ -44,11 +44,11 @@ def tap_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callback
             tensors[id(tensor)] = tensor
         return tensor
 
-    map_tensors((args, kwargs), collect)
+    map_tensors(collect, (args, kwargs))
     if not tensors:
         return args, kwargs
     tapped = dict(zip(tensors, _after_inputs(callback, *tensors.values()), strict=True))
-    result: tuple[tuple[Any, ...], Any] = map_tensors((args, kwargs), lambda tensor: tapped.get(id(tensor), tensor))
+    result: tuple[tuple[Any, ...], Any] = map_tensors(lambda tensor: tapped.get(id(tensor), tensor), (args, kwargs))
     return result
 
 
@@ -75,8 +75,9 @@ def tap_outputs(output: Any, inputs: Any, callback: Callback) -> tuple[bool, typ
             tapped = True
             base = base_of(tensor)
             if base is not None and not older:
-                map_tensors(inputs, note)
-            inside = base is not None and base.requires_grad and id(base) not in older
+                map_tensors(note, inputs)
+            # a leaf is a parameter, which stays, and so would the hook; it is not changed in place
+            inside = base is not None and base.grad_fn is not None and id(base) not in older
             place = base if base is not None and inside else tensor
             place.register_hook(lambda _: callback())
         return tensor
@@ -85,29 +86,29 @@ def tap_outputs(output: Any, inputs: Any, callback: Callback) -> tuple[bool, typ
         nonlocal opaque
         opaque = opaque if isinstance(leaf, _PLAIN) else type(leaf)
 
-    map_tensors(output, tap, look)
+    map_tensors(tap, output, look)
     return tapped, opaque
 
 
-def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor], other: Callable[[object], None] | None = None) -> Any:
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, other: Callable[[object], None] | None = None) -> Any:
     """Apply `fn` to each tensor in tuples, lists, dicts and dataclasses; what does not change is not copied.
 
     Args:
-        tree: the nest.
         fn: what to put in a tensor's place.
+        tree: the nest.
         other: shown each object that is none of these.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, list | tuple):
-        items = [map_tensors(item, fn, other) for item in tree]
+        items = [map_tensors(fn, item, other) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     is_dict = isinstance(tree, dict)
     if is_dict or (dataclasses.is_dataclass(tree) and not isinstance(tree, type)):
         parts = tree.items() if is_dict else [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
-        changed = {key: new for key, old in parts if (new := map_tensors(old, fn, other)) is not old}
+        changed = {key: new for key, old in parts if (new := map_tensors(fn, old, other)) is not old}
         result = copy.copy(tree) if changed else tree
         for key, value in changed.items():
             if is_dict:

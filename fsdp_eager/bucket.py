@@ -27,7 +27,6 @@ from common.errors import EngineError
 from common.gradient import Transport
 from common.mesh import backend_of, neighbours
 from common.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from common.shardable import check_shardable
 from fsdp_eager.collectives import copy_out, launch_gather
 from fsdp_eager.param import Cut, FSDPParam, Managed, ShardedState
 from fsdp_eager.reduction import GradientReducer
@@ -98,6 +97,7 @@ class FSDPParamGroup:
         params: in registration order.
         state: what the modules hold now.
         whole: the buffer of whole parameters.
+        generation: how often that was replaced; a graph of an earlier one has no backward any more.
         reducer: the way of their gradients.
     """
 
@@ -107,14 +107,14 @@ class FSDPParamGroup:
         """Shard the parameters; from here on their modules hold the shards.
 
         Raises:
-            EngineError: a parameter that cannot be sharded, see `common.shardable`; or two dtypes.
+            EngineError: two dtypes.
         """
-        check_shardable(((item.name, item.param) for item in managed), None)
         check_one_dtype((item.name, item.param) for item in managed)
         self.name = name
         self.options = options
         self.switches = GatherSwitches(options.reshard_after_forward)
         self.state = ShardedState.SHARDED
+        self.generation = 0
         mesh = options.mesh
         self._world_size = mesh.size(mesh.ndim - 1)
         self._group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
@@ -155,8 +155,11 @@ class FSDPParamGroup:
         return self._writes() != self._gathered_writes
 
     def _writes(self) -> int:
-        """A count of writes to the shards: DTensors count those made through them, the buffer those made past them."""
-        return writes_to([self._shard, *[param.sharded_param for param in self.params]])
+        """A count of writes to the shards, made through their DTensors, as all ranks make them.
+
+        A write to `to_local()` of one rank is not counted: ranks that differ here would gather, or not, alone.
+        """
+        return writes_to([param.sharded_param for param in self.params])
 
     def settle(self) -> None:
         """Take over what users did to the shards since the last gather: converted, moved, made real, loaded.
@@ -174,10 +177,16 @@ class FSDPParamGroup:
                 'forward call model.to_empty(device="cpu") and set values, or load a state dict with assign=True'
             )
         check_one_dtype(shards)
-        parts = self._allocate(shards[0][1], self.options.shard_device)
-        for param, part in zip(self.params, parts, strict=True):
-            param.move_into(*part)
+        if shards[0][1].dtype is self._shard.dtype and not self._shard.is_meta:
+            for param in self.params:
+                param.move_back()
+            return
+        with torch.inference_mode(False):  # buffers outlive the evaluation that may be running
+            parts = self._allocate(shards[0][1], self.options.shard_device)
+            for param, part in zip(self.params, parts, strict=True):
+                param.move_into(*part)
         self.whole.free()
+        self.generation += 1
         self.reducer.reduce_dtype = self.options.mp_policy.reduction_dtype(self._shard)
 
     def launch_gather(self) -> None:
@@ -194,7 +203,8 @@ class FSDPParamGroup:
             else:
                 gathered = self.whole.writable.new_empty(self._world_size * self._shard.numel())
             self._pending = gathered, launch_gather(self._shard, gathered, self._group)
-        self._gathered_writes = self._writes()
+        if kept is None:  # what was kept is as old as the gather before
+            self._gathered_writes = self._writes()
         self.state = ShardedState.GATHERING
 
     def wait_gather(self) -> None:

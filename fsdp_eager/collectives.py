@@ -42,7 +42,7 @@ def launch_gather(shard: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> 
     """
     if gathered.dtype is not shard.dtype or gathered.device != shard.device:
         place = gathered.view(group.size(), -1)[group.rank()]
-        shard = place.copy_(shard, non_blocking=True)
+        shard = place.copy_(shard.to(gathered.device, non_blocking=True))  # cast there: the copy is from pinned memory
     work: dist.Work = _all_gather(gathered, shard, group=group, async_op=True)
     return work
 

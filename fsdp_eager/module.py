@@ -43,10 +43,10 @@ class UnshardHandle:
         self._module: FSDPModule | None = module
 
     def wait(self) -> None:
-        """Finish the gather; the module holds whole parameters from here on. A second call does nothing."""
+        """Finish the gather, if nobody did; the module holds whole parameters from here on."""
         module, self._module = self._module, None
         if module is not None:
-            module.unshard()
+            module._finish_gathers()
 
 
 class FSDPModule(nn.Module):
@@ -80,7 +80,7 @@ class FSDPModule(nn.Module):
     # Whole parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module's groups now; a forward or `reshard` gives them back.
+        """Gather the parameters of this module's groups now; `reshard`, or the end of a step, gives them back.
 
         Args:
             async_op: only launch the gathers, and return what waits for them; a forward waits by itself.
@@ -97,8 +97,7 @@ class FSDPModule(nn.Module):
         """Hold shards and free the whole parameters of this module's groups."""
         schedule = self._schedule()
         for group in self._groups(recurse=False):
-            if group.state is ShardedState.GATHERING:
-                schedule.unshard(group)
+            schedule.discard(group)
             schedule.reshard(group)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -115,7 +114,8 @@ class FSDPModule(nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free whole parameters after backward, or keep them for the next micro-batch.
 
-        A forward that finds the shards changed since gathers again, so they are never out of date.
+        A forward that finds the shards changed since gathers again. A change that one rank makes alone, to what
+        `to_local()` gave it, is not seen.
         """
         for group in self._groups(recurse=recurse):
             group.switches.reshard_after_backward = reshard_after_backward
@@ -200,7 +200,9 @@ class FSDPModule(nn.Module):
             group.reducer.switches.separate_group = made[ranks] if enable else None
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
-        """Call `hook` with the reduced shard of each of this module's groups, 1D, before it is divided and cast.
+        """Call `hook` with the reduced shard of each of this module's groups, 1D, before it is cast.
+
+        What it is given is the mean where the backend averages, else a sum that is divided afterwards.
 
         Raises:
             EngineError: a stream; it runs where reductions do.
@@ -247,6 +249,12 @@ class FSDPModule(nn.Module):
         for module in self.modules() if recurse else (self,):
             if isinstance(module, FSDPModule):
                 yield from (state.group for state in module.fsdp_state.groups)
+
+    def _finish_gathers(self) -> None:
+        schedule = self._schedule()
+        for group in self._groups(recurse=False):
+            if group.state is ShardedState.GATHERING:
+                schedule.unshard(group)
 
     def _schedule(self) -> Schedule:
         """The model's schedule; before the first forward, when nobody knows what the model is, one of its own."""

@@ -16,7 +16,7 @@ from common.gradient import Transport
 from common.job import JobConfig
 from common.plan import build_plan
 from common.shardable import check_mesh
-from fsdp_eager.api import attach, is_callable, owners_of, shard_group
+from fsdp_eager.api import attach, check_managed, is_callable, owners_of, shard_group
 from fsdp_eager.bucket import GroupOptions
 from fsdp_eager.param import Managed
 from fsdp_eager.state import init_root, state_of
@@ -35,8 +35,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
             raise EngineError(f"parallelize: module {name or '(root)'} is sharded already; build a new model")
     plan = build_plan(model, job.plan, reshard_after_forward=job.reshard_after_forward == "always")
     compile_blocks(model, job, plan)
-    owners = owners_of([model])
-    for bucket, label in zip(plan.buckets, plan.labels, strict=True):
+    owners = owners_of(model.modules())
+    params = dict(model.named_parameters())
+    managed = [
+        [Managed(name, params[name], tuple(owners[params[name]])) for name in bucket.params] for bucket in plan.buckets
+    ]
+    check_managed(item for group in managed for item in group)
+    for bucket, label, group in zip(plan.buckets, plan.labels, managed, strict=True):
         options = GroupOptions(
             mesh=mesh,
             mp_policy=job.mp_policy,
@@ -44,10 +49,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, job: JobConfig) -> nn
             prefetch=bucket.prefetch,
             transport=Transport(job.transport),
         )
-        params = {name: model.get_parameter(name) for name in bucket.params}
-        managed = [Managed(name, param, tuple(owners[param])) for name, param in params.items()]
         modules = [_hookable(model, name) for name in bucket.modules]
-        shard_group(modules, managed, options, name=label)
+        shard_group(modules, group, options, name=label)
     init_root(attach(model, GroupOptions(mesh=mesh, mp_policy=job.mp_policy)))
     return model
 

@@ -132,19 +132,26 @@ class FSDPParam:
         local = self._local_in(shard)
         local.copy_(cut.part(param.detach(), rank))
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(cut.dim))
-        placed = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+        like = torch.empty_like(local)  # not `local`, which has an offset, see `standalone`
+        placed = DTensor.from_local(like, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
         self.sharded_param = nn.Parameter(placed, requires_grad=param.requires_grad)
-        set_local_shard(self.sharded_param, local)  # itself: what is written to it counts as written to the buffer
+        set_local_shard(self.sharded_param, local)
         vars(self.sharded_param).update(vars(param))  # marks that users put on parameters, for their optimizer
         self._hold(local, whole)
         self._register(param, self.sharded_param)
 
     def move_into(self, shard: Tensor, whole: Tensor) -> None:
-        """Go on in other buffers: copy the shard, which a user converted or made anew, into `shard`."""
-        local = self._local_in(shard)
-        local.copy_(local_shard(self.sharded_param))
-        set_local_shard(self.sharded_param, local)
-        self._hold(local, whole)
+        """Go on in other buffers, with the shard that a user converted or made real."""
+        vars(self.sharded_param).update(vars(self.unsharded_param))  # a conversion loses marks
+        self._hold(self._local_in(shard), whole)
+        self.move_back()
+
+    def move_back(self) -> None:
+        """Copy the shard, wherever it lies, to its place in the buffer."""
+        found = local_shard(self.sharded_param)
+        if found is not self._local:
+            self._local.copy_(found)
+            set_local_shard(self.sharded_param, self._local)
 
     def is_moved(self) -> bool:
         """Whether the shard lies elsewhere than in its group's buffer, since a user moved, converted or replaced it.
@@ -154,9 +161,30 @@ class FSDPParam:
         """
         if holds_shard(self._owners[0], self.sharded_param, self._local):
             return False
-        held = held_parameter(*self._owners[0])
-        if held is not self.sharded_param:
-            self._take_over(held)
+        if held_parameter(*self._owners[0]) is not self.sharded_param and not self.take_over():
+            raise self._replaced(*self._owners[0])
+        return True
+
+    def take_over(self) -> bool:
+        """Go on with shards that were registered in the place of ours, as `load_state_dict(assign=True)` does.
+
+        A tied parameter is given one for each of its names; the last stays, as it would if values were copied.
+
+        Returns:
+            Whether there are any.
+        """
+        ours = self.sharded_param
+        held = [held_parameter(*owner) for owner in self._owners]
+        last = held[-1]
+        if last is None or not all(item is not ours and _is_like(item, ours) for item in held):
+            return False
+        self.replaced += [weakref.ref(item) for item in (ours, *held) if item is not None and item is not last]
+        vars(last).update(vars(ours))
+        last.requires_grad_(ours.requires_grad)
+        self.sharded_param = last
+        for owner, item in zip(self._owners, held, strict=True):
+            if item is not None:
+                swap_parameter([owner], item, last)
         return True
 
     def to_unsharded(self) -> None:
@@ -220,23 +248,7 @@ class FSDPParam:
         self._local, self._whole = local, whole
         view = whole[: self.cut.numel].view(self.cut.shape)
         self.unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
-
-    def _take_over(self, held: nn.Parameter | None) -> None:
-        """Go on with a shard that was registered in the place of ours, as `load_state_dict(assign=True)` does."""
-        ours = self.sharded_param
-        is_like = (
-            isinstance(held, DTensor)
-            and isinstance(ours, DTensor)
-            and held.shape == ours.shape
-            and held.placements == ours.placements
-            and held.device_mesh == ours.device_mesh
-        )
-        if held is None or not is_like or any(held_parameter(*owner) is not held for owner in self._owners):
-            raise self._replaced(*self._owners[0])
-        self.replaced.append(weakref.ref(ours))
-        vars(held).update(vars(ours))
-        held.requires_grad_(ours.requires_grad)
-        self.sharded_param = held
+        vars(self.unsharded_param).update(vars(self.sharded_param))
 
     def _register(self, old: nn.Parameter, new: nn.Parameter) -> None:
         if (owner := swap_parameter(self._owners, old, new)) is not None:
@@ -248,3 +260,14 @@ class FSDPParam:
             "would be neither gathered nor reduced; change values in place "
             "(load_state_dict without assign=True), or replace it before sharding"
         )
+
+
+def _is_like(found: nn.Parameter | None, expected: nn.Parameter) -> bool:
+    """Whether `found` is a shard as `expected`; its dtype may be another."""
+    return (
+        isinstance(found, DTensor)
+        and isinstance(expected, DTensor)
+        and found.shape == expected.shape
+        and found.placements == expected.placements
+        and found.device_mesh == expected.device_mesh
+    )

@@ -43,7 +43,7 @@ class ReductionSwitches:
             parameters send messages of one size.
         divide_factor: what the sum over ranks is divided by; None: their number.
         force_sum: native collectives sum and never average.
-        hook: called with the reduced shard, 1D, before it is divided further and cast.
+        hook: called with the reduced shard, 1D, before phase 5.
         separate_group: what gradients are reduced over instead of the group of the gathers.
     """
 

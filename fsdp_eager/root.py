@@ -7,13 +7,16 @@ raised is cleaned up when the next one begins. The phases are those of state.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_eager.bucket import FSDPParamGroup
+from fsdp_eager.early_optimizers import check_optimizers
 from fsdp_eager.schedule import Schedule
 from fsdp_eager.torch_private import call_after_backward
 
@@ -41,23 +44,27 @@ class GroupState:
         group: the parameters.
         members: the states of the modules that need them.
         training: where it is.
-        tapped: whether an output of the current forward leads backward to it.
+        graph: what lives as long as the graph that leads backward to it; None if no output of this forward does.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self.group = group
         self.members: list[FSDPState] = []
         self.training = TrainingState.IDLE
-        self.tapped = False
+        self.graph: weakref.ref[Any] | None = None
         self._waiting: set[FSDPState] = set()  # members that this forward has not come out of
         self._open = 0  # calls of members that are running; more than one if a member calls another, or itself
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a parameter, or one that is saved, is in no group."""
+        return type(None), ()
 
     def enter(self) -> bool:
         """Note the call of a member; say whether it begins a new forward."""
         new = self.training is not TrainingState.FORWARD
         if new:
             self.training = TrainingState.FORWARD
-            self.tapped = False
+            self.graph = None
             self._waiting = set(self.members)
             self._open = 0
         self._open += 1
@@ -77,20 +84,27 @@ class FSDPRoot:
         schedule: what is launched when.
         module_state: of the root.
         forward_root: the outermost module whose forward is running.
+        check_optimizers: whether the next forward looks for optimizers that would never train.
     """
 
     def __init__(self, state: FSDPState, groups: Sequence[GroupState], device: torch.device) -> None:
         self.schedule = Schedule([item.group for item in groups], device, state.switches)
         self.module_state = state
         self.forward_root: FSDPState | None = None
+        self.check_optimizers = True
         self._groups = tuple(groups)
-        self._in_backward = False
+        self._end: weakref.ref[Callable[[], None]] | None = None  # what ends the backward that runs; gone if it raised
 
     def begin_forward(self, state: FSDPState) -> None:
         """Note that the forward of a module begins; it is the outermost if no other is running."""
+        if state is self.module_state and self.forward_root is not state and self.forward_root is not None:
+            self.abandon_step()  # a module inside was called alone and interrupted; it does not call the whole model
         if self.forward_root is None:
-            if self._in_backward:
+            if self._end is not None:
                 self.abandon_step()
+            if self.check_optimizers:
+                self.check_optimizers = False
+                check_optimizers([param for item in self._groups for param in item.group.params])
             self.forward_root = state
             self.schedule.begin_forward(whole_model=state is self.module_state)
 
@@ -99,8 +113,8 @@ class FSDPRoot:
         state.training = TrainingState.IDLE
         if keep:
             return
-        if state.tapped:
-            self.schedule.complete(state.group)
+        if state.graph is not None:
+            self.schedule.complete(state.group, state.graph)
         if state.group.switches.reshard_after_forward:
             self.schedule.reshard(state.group, after_forward=True)
 
@@ -118,9 +132,12 @@ class FSDPRoot:
 
     def begin_backward(self) -> None:
         """Make sure that phase 8 comes, once in each backward."""
-        if not self._in_backward:
-            self._in_backward = True
-            call_after_backward(self._end_backward)
+        if self._end is not None and self._end() is None:
+            self.abandon_step()  # the backward before raised, and autograd dropped its callbacks
+        if self._end is None:
+            end = partial(self._end_backward)
+            self._end = weakref.ref(end)
+            call_after_backward(end)
 
     @torch.no_grad()
     def post_backward(self, states: Sequence[GroupState]) -> None:
@@ -144,7 +161,7 @@ class FSDPRoot:
             self.schedule.discard_unused()
         for state in self._groups:
             state.training = TrainingState.IDLE
-        self._in_backward = False
+        self._end = None
 
     @torch.no_grad()
     def abandon_step(self) -> None:
@@ -156,4 +173,4 @@ class FSDPRoot:
             self.schedule.reshard(state.group)
             state.training = TrainingState.IDLE
         self.schedule.end_backward()
-        self._in_backward = False
+        self._end = None

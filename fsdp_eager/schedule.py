@@ -19,10 +19,11 @@ leg, over those, which is launched then and has until the one after the next.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Lane:
 
 @dataclass
 class ScheduleSwitches:
-    """What users set for a whole model, each by a method of `FSDPModule`, on its root.
+    """What users set for a whole model, each by a method of `FSDPModule`, on any module of it.
 
     Attributes:
         log: told of each event, if it is set.
@@ -90,6 +91,12 @@ class ScheduleSwitches:
     max_messages: int = 1
     after_optimizer: torch.Event | None = None
     is_last_backward: bool = True
+
+    def take(self, other: ScheduleSwitches) -> None:
+        """Take from `other` what was set there and not here."""
+        for item in fields(self):
+            if getattr(self, item.name) == item.default:
+                setattr(self, item.name, getattr(other, item.name))
 
 
 class Schedule:
@@ -109,7 +116,8 @@ class Schedule:
         self._entered: list[FSDPParamGroup] = []  # this forward so far
         self._cursor = 0  # how far along the expected order it is
         self._whole_model = True
-        self._completed: list[FSDPParamGroup] = []  # forward uses that wait for their backward, oldest first
+        # forward uses that wait for their backward, oldest first, and what lives as long as their graph
+        self._completed: list[tuple[FSDPParamGroup, weakref.ref[Any]]] = []
         self._scattering: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over the ranks that share a model
         self._replicating: deque[tuple[FSDPParamGroup, InFlight]] = deque()  # over replicas, or done with that
 
@@ -123,7 +131,7 @@ class Schedule:
             refresh: gather again what is whole or on its way, if the shards were written to since.
         """
         if refresh and group.is_stale:
-            self._discard(group)
+            self.discard(group)
             self.reshard(group)
         if group.state is ShardedState.UNSHARDED:
             return
@@ -162,9 +170,10 @@ class Schedule:
     def discard_unused(self) -> None:
         """Drop gathers that were launched for a use that did not come."""
         for group in self._groups:
-            self._discard(group)
+            self.discard(group)
 
-    def _discard(self, group: FSDPParamGroup) -> None:
+    def discard(self, group: FSDPParamGroup) -> None:
+        """Drop the gather of `group` that is in flight, if there is one."""
         if group.state is ShardedState.GATHERING:
             with self._range(WAIT_GATHER, group):
                 group.discard_gather()
@@ -174,6 +183,7 @@ class Schedule:
 
     def begin_forward(self, *, whole_model: bool) -> None:
         """Forget the forward before this one; expect nothing of one that runs a part of the model only."""
+        self._completed = [use for use in self._completed if use[1]() is not None]
         self._entered = []
         self._cursor = 0 if whole_model else len(self._expected)
         self._whole_model = whole_model
@@ -191,9 +201,9 @@ class Schedule:
             return None
         return self._expected[self._cursor] if self._cursor < len(self._expected) else None
 
-    def complete(self, group: FSDPParamGroup) -> None:
-        """Note that forward has done with `group`, and backward will come back to it."""
-        self._completed.append(group)
+    def complete(self, group: FSDPParamGroup, graph: weakref.ref[Any]) -> None:
+        """Note that forward has done with `group`, and backward will come back to it while `graph` lives."""
+        self._completed.append((group, graph))
 
     def end_forward(self) -> None:
         """Expect the same order next time, if the whole model ran."""
@@ -203,7 +213,7 @@ class Schedule:
 
     def awaiting_backward(self) -> set[FSDPParamGroup]:
         """The groups with a forward use that backward has not come back to yet."""
-        return set(self._completed)
+        return {group for group, _ in self._completed}
 
     def enter_backward(self, group: FSDPParamGroup) -> FSDPParamGroup | None:
         """Note that backward has come to the last use of `group`.
@@ -212,9 +222,9 @@ class Schedule:
             The group that forward completed before it, which backward should need next.
         """
         for i in reversed(range(len(self._completed))):
-            if self._completed[i] is group:
+            if self._completed[i][0] is group:
                 del self._completed[i:]
-                return self._completed[-1] if self._completed else None
+                return self._completed[-1][0] if self._completed else None
         return None
 
     # Reductions

@@ -27,22 +27,22 @@ whole parameters and leaves everything as it is; else it does phases 1 and 3, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from common.errors import EngineError
 from common.policy import MixedPrecisionPolicy
 from fsdp_eager.autograd import map_tensors, tap_inputs, tap_outputs
 from fsdp_eager.bucket import FSDPParamGroup
-from fsdp_eager.early_optimizers import check_optimizers
 from fsdp_eager.root import FSDPRoot, GroupState, TrainingState
 from fsdp_eager.schedule import ScheduleSwitches
-from fsdp_eager.torch_private import in_backward
-
-T = TypeVar("T")
+from fsdp_eager.torch_private import in_backward, standalone
 
 
 class FSDPState:
@@ -53,7 +53,7 @@ class FSDPState:
         device: where its parameters are.
         groups: what it needs, in the order in which it was sharded.
         root: what it shares with the other modules of the model; None until the first forward.
-        switches: what holds for the whole model, if this is its root.
+        switches: what holds for the whole model, whichever of its modules was told.
         forward_prefetch: whose gathers to launch when this module's forward begins; None: what came next last time.
         backward_prefetch: the same for backward; None: what comes next.
     """
@@ -73,7 +73,9 @@ class FSDPState:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
         module.register_state_dict_pre_hook(self._reshard_for_state_dict)
+        module.register_state_dict_post_hook(_set_apart)
         module.register_load_state_dict_pre_hook(self._reshard_for_state_dict)
+        module.register_load_state_dict_post_hook(self._take_over_loaded)
 
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,8 +84,7 @@ class FSDPState:
         recomputing = in_backward()
         if not recomputing:
             root.begin_forward(self)
-        if self._mp_policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), self._mp_policy.param_dtype)
+        args, kwargs = self._mp_policy.cast_inputs((args, kwargs), map_tensors)
         entered = []
         following = []
         for state in self.groups:
@@ -109,21 +110,35 @@ class FSDPState:
         recomputing = in_backward()
         leaving = [state for state in self.groups if state.training is not TrainingState.PRE_BACKWARD]
         if torch.is_grad_enabled() and (leaving or not self.groups):
-            tapped, opaque = tap_outputs(output, (args, kwargs), self._pre_backward)
+            callback = partial(self._pre_backward, [state.group.generation for state in self.groups])
+            tapped, opaque = tap_outputs(output, (args, kwargs), callback)
             if opaque is not None and not tapped:
                 self._refuse_opaque(opaque)
-            for state in leaving:
-                state.tapped |= tapped
+            if tapped:
+                for state in leaving:
+                    state.graph = weakref.ref(callback)
         for state in leaving:
             if state.training is TrainingState.FORWARD and state.leave(self):
                 root.complete(state, keep=recomputing)  # phase 4
         if not recomputing and root.forward_root is self:
             root.end_forward()
-        return _cast(output, self._mp_policy.output_dtype)
+        return self._mp_policy.cast_outputs(output, map_tensors)
 
-    def _pre_backward(self) -> None:
-        """Phase 5, for the groups of this module, last one first."""
+    def _pre_backward(self, generations: list[int]) -> None:
+        """Phase 5, for the groups of this module, last one first.
+
+        Args:
+            generations: of the buffers that forward computed with.
+
+        Raises:
+            EngineError: they are gone.
+        """
         assert self.root is not None
+        if generations != [state.group.generation for state in self.groups]:
+            raise EngineError(
+                f"module {type(self.module).__name__}: its parameters were converted or moved between forward and "
+                "backward, which computes with those of forward; convert before forward or after backward"
+            )
         schedule = self.root.schedule
         self.root.begin_backward()
         for state in reversed(self.groups):
@@ -152,6 +167,12 @@ class FSDPState:
             output = self._post_forward(self.module, args, kwargs, output)
         return output
 
+    def _take_over_loaded(self, *_: Any) -> None:
+        """What `load_state_dict(assign=True)` registered are the shards from here on, so optimizers may be built."""
+        loaded = [param.take_over() for state in self.groups for param in state.group.params]
+        if any(loaded) and self.root is not None:
+            self.root.check_optimizers = True
+
     def _reshard_for_state_dict(self, *_: Any) -> None:
         """State dicts hold shards, also between forward and backward."""
         for state in self.groups:
@@ -176,8 +197,7 @@ def init_root(state: FSDPState) -> FSDPRoot:
                 f"{title}: its module {name!r} ran forward before the whole model did and so became a root of its "
                 "own; call the outermost sharded module first"
             )
-        if inner is not state and inner.switches != ScheduleSwitches():
-            raise EngineError(f"{title}: {inner.switches} was set on its module {name!r}; set it on the whole {title}")
+        state.switches.take(inner.switches)
         states[inner] = name or "(root)"
         groups.update(dict.fromkeys(inner.groups))
     for item in groups:
@@ -192,23 +212,17 @@ def init_root(state: FSDPState) -> FSDPRoot:
             item.group.name = "+".join(states[member] for member in item.members)
         if item.group.switches.reshard_after_forward is None:
             item.group.switches.reshard_after_forward = state not in item.members
-    check_optimizers([param for item in groups for param in item.group.params])
     root = FSDPRoot(state, list(groups), state.device)
     for inner in states:
         inner.root, inner.switches = root, state.switches
     return root
 
 
-def _cast(tree: T, dtype: torch.dtype | None) -> T:
-    """Cast the floating-point tensors of `tree`; None changes nothing."""
-    if dtype is None:
-        return tree
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    result: T = map_tensors(tree, cast)
-    return result
+def _set_apart(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Let each shard in a state dict be saved and copied without the others of its group."""
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            state_dict[name] = standalone(value)
 
 
 def _groups(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:

@@ -83,6 +83,20 @@ def shard_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def standalone(dtensor: DTensor) -> DTensor:
+    """The same shard, in the same memory, as a DTensor whose storage begins and ends where it does.
+
+    Why private: as above. A DTensor over a view takes its offset along and then looks as if it had memory of its own:
+    torch 2.13 can neither copy nor save it; and what is saved of a view is all of what it is a view of.
+    """
+    local = dtensor._local_tensor
+    if local.is_meta or local.untyped_storage().nbytes() == local.nbytes:
+        return dtensor
+    begin = local.storage_offset() * local.itemsize
+    storage = local.untyped_storage()[begin : begin + local.nbytes]
+    return shard_like(local.new_empty(0).set_(storage, 0, local.shape, local.stride()), dtensor)
+
+
 def run_post_accumulate_hooks(param: nn.Parameter) -> None:
     """Run the hooks that `param.register_post_accumulate_grad_hook` registered.
 

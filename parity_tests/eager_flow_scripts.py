@@ -1,13 +1,10 @@
-"""Scripts about what runs when, and about models that are made, loaded and converted."""
+"""Scripts about what runs when."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.utils.checkpoint import checkpoint
 
 from common.harness.launch import RankContext
@@ -23,8 +20,6 @@ from parity_tests.eager_scripts import (
     same_values,
     script,
     steps,
-    values,
-    zeroed_net,
 )
 
 # Flow
@@ -44,8 +39,8 @@ class Chain(nn.Module):
         return x
 
 
-def recomputes_inside(use_reentrant: bool) -> Script:
-    """The same inside the forward of a model."""
+def recomputes(use_reentrant: bool) -> Script:
+    """Activation checkpointing around each block, in the forward of a model."""
 
     def run(api: Any, ctx: RankContext) -> Found:
         model = Chain(use_reentrant)
@@ -58,8 +53,8 @@ def recomputes_inside(use_reentrant: bool) -> Script:
     return run
 
 
-SCRIPTS["checkpoint"] = recomputes_inside(use_reentrant=False)
-SCRIPTS["checkpoint_reentrant"] = recomputes_inside(use_reentrant=True)
+SCRIPTS["checkpoint"] = recomputes(use_reentrant=False)
+SCRIPTS["checkpoint_reentrant"] = recomputes(use_reentrant=True)
 
 
 @script
@@ -148,7 +143,7 @@ def separate_group(api: Any, ctx: RankContext) -> Found:
 
 @script
 def hook_on_reduced(api: Any, ctx: RankContext) -> Found:
-    """A hook that reduces over replicas by itself, as users of hybrid sharding on a 1-D mesh do."""
+    """A hook that changes what was reduced."""
     model = apply(api, make_net())
     model.blocks[0].set_all_reduce_hook(lambda reduced: reduced.mul_(3))
     return steps(model, ctx, 1)
@@ -199,82 +194,3 @@ def after_an_error(api: Any, ctx: RankContext) -> Found:
 
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
-
-
-# Deferred initialisation, state dicts, conversion
-
-
-@script
-def from_meta(api: Any, ctx: RankContext) -> Found:
-    with torch.device("meta"):
-        model = zeroed_net()
-    apply(api, model)
-    optimizer_free = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for index, param in enumerate(optimizer_free.parameters()):
-            param.fill_(0.1 * (index + 1))
-    return steps(model, ctx)
-
-
-@script
-def from_meta_by_assignment(api: Any, ctx: RankContext) -> Found:
-    source = apply(api, make_net())
-    with torch.device("meta"):
-        model = zeroed_net()
-    apply(api, model)
-    model.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=True)
-    return steps(model, ctx)
-
-
-@script
-def converted(api: Any, ctx: RankContext) -> Found:
-    return steps(apply(api, make_net()).to(torch.float64), ctx)
-
-
-@script
-def full_state(api: Any, ctx: RankContext) -> Found:
-    """Whole values out of one model and into another, optimizer and all, with torch's own functions."""
-    source = apply(api, make_net())
-    optimizer = torch.optim.AdamW(source.parameters(), lr=0.01)
-    loss_of(source, 0, ctx.rank).backward()
-    optimizer.step()
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    saved, saved_optimizer = dcp.get_state_dict(source, optimizer, options=whole)
-    target = apply(api, zeroed_net())
-    fresh = torch.optim.AdamW(target.parameters(), lr=0.01)
-    spread = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    is_first = ctx.rank == 0
-    dcp.set_model_state_dict(target, dict(saved) if is_first else {}, options=spread)
-    dcp.set_optimizer_state_dict(target, fresh, saved_optimizer if is_first else {}, options=spread)
-    loss_of(target, 1, ctx.rank).backward()
-    fresh.step()
-    return values(target) | {f"saved {name}": value for name, value in saved.items()}
-
-
-@dataclass
-class Pair:
-    """Two outputs, one of which needs no gradient."""
-
-    first: Tensor
-    second: Tensor
-
-
-class Pairing(nn.Module):
-    """Takes and returns a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
-
-    def forward(self, pair: Pair) -> Pair:
-        return Pair(self.blocks[0](pair.first), pair.second + 1)
-
-
-@script
-def dataclasses(api: Any, ctx: RankContext) -> Found:
-    model = Pairing()
-    same_values(model)
-    apply(api, model, mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64))
-    output = model(Pair(rows_of(ctx, 6), torch.ones(2)))
-    output.first.sum().backward()
-    return {"first": output.first.detach(), "second": output.second, **gradients(model)}

@@ -249,12 +249,41 @@ def reset_inside(ctx: RankContext) -> None:
 
 
 @misuse
-def set_inside(ctx: RankContext) -> None:
-    model = make_net()
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=build_mesh())
-    model.blocks[0].set_max_all_gathers(2)
+def assigned_after_optimizer(ctx: RankContext) -> None:
+    model = shard(make_net(), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    loss_of(model, 0, ctx.rank).backward()
+    optimizer.step()
+
+
+@misuse
+def assigned_after_a_step(ctx: RankContext) -> None:
+    model = shard(make_net(), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0, ctx.rank).backward()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    loss_of(model, 1, ctx.rank).backward()
+    optimizer.step()
+
+
+@misuse
+def converted_before_backward(ctx: RankContext) -> None:
+    model = shard(make_net(), ctx)
+    loss = loss_of(model, 0, ctx.rank)
+    model.double()
     loss_of(model, 0, ctx.rank)
+    loss.backward()
+
+
+@misuse
+def sharded_while_whole(ctx: RankContext) -> None:
+    inner, outer = make_net().blocks[0], nn.Module()
+    fully_shard(inner, mesh=build_mesh())
+    inner.double()
+    inner.unshard()
+    outer.weight = inner.up.weight
+    fully_shard(nn.Sequential(outer), mesh=build_mesh())
 
 
 @misuse

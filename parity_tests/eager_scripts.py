@@ -67,9 +67,9 @@ def steps(model: nn.Module, ctx: RankContext, count: int = 2) -> Found:
     return found | values(model)
 
 
-def zeroed_net() -> nn.Module:
+def zeroed_net(**options: bool) -> nn.Module:
     """The net with other values."""
-    net = make_net()
+    net = make_net(**options)
     with torch.no_grad():
         for param in net.parameters():
             param.zero_()

@@ -17,6 +17,7 @@ def test_a_step_makes_at_most_half_of_torchs_calls(pool: RankPool, ranks: int) -
 
 
 def test_set_up_is_linear_in_the_number_of_modules(pool: RankPool) -> None:
-    """Four times the groups, four times the calls, and a little."""
+    """Four times the groups, at most four times the calls: what does not grow only makes that less."""
+    pool.run(calls, "ours", 10, ranks=2)  # fills torch's caches
     small, large = (pool.run(calls, "ours", groups, ranks=2)[0]["setup"] for groups in (10, 40))
-    assert large <= 4.2 * small, f"{small} calls for 10 groups, {large} for 40"
+    assert large <= 4 * small, f"{small} calls for 10 groups, {large} for 40"

@@ -32,10 +32,16 @@ __all__ = [
     "allocator_snapshot",
     "counting_graphs",
     "functional_collectives",
+    "gradient_hooks",
     "premultiplied_sum",
     "record_memory_history",
     "run_and_get_code",
 ]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks are on the gradient of `tensor`."""
+    return len(tensor._backward_hooks or {})
 
 
 @contextmanager
