@@ -85,25 +85,28 @@ def one_rank_wrote(model: Any, ctx: RankContext) -> None:
 
 
 def written_before_kept_backward(model: Any, ctx: RankContext) -> None:
-    """Shards are written to between a forward and a backward that gathers what was kept, and keeps it again."""
+    """Shards get their values after a forward whose backward gathers the piece that was kept, and keeps that whole."""
     params = list(model.parameters())
-    model.set_reshard_after_backward(False)
-    loss = loss_of(model, 0, ctx.rank)
+    values = [param.detach().clone() for param in params]
     with torch.no_grad():
         for param in params:
-            param.add_(1)
+            param.zero_()
+        model.set_reshard_after_backward(False)
+        with torch.enable_grad():
+            loss = loss_of(model, 0, ctx.rank)
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
     loss.backward()
     model.set_reshard_after_backward(True)
-    loss_of(model, 0, ctx.rank)  # sees what was written
-    with torch.no_grad():
-        for param, plain in zip(params, make_net().parameters(), strict=True):
-            param.copy_(torch.distributed.tensor.distribute_tensor(plain.detach(), param.device_mesh, param.placements))
     _clear_shards(model)
 
 
 def converted_then_evaluated(model: Any, ctx: RankContext) -> None:
-    """The first forward after a conversion, there and back, is an evaluation."""
-    model.double().float()
+    """The first forward after a conversion back is an evaluation."""
+    model.double()
+    with torch.no_grad():
+        loss_of(model, 0, ctx.rank)
+    model.float()
     with torch.inference_mode():
         loss_of(model, 0, ctx.rank)
 
@@ -132,6 +135,8 @@ def left_behind(ctx: RankContext) -> dict[str, int]:
     """What forwards without a backward, and outputs that are views of a parameter, leave behind."""
     model = apply(fsdp_eager, make_net())
     for _ in range(FORWARDS):
+        loss_of(model, 0, ctx.rank)
+    with torch.no_grad():
         loss_of(model, 0, ctx.rank)
     view = fully_shard(Transposed(), mesh=build_mesh())
     for _ in range(FORWARDS):
