@@ -46,8 +46,8 @@ def neighbours(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
     shards = mesh.size(mesh.ndim - 1)
     if size < 1 or shards % size:
         raise ConfigError(f"neighbours: expected a divisor of the {shards} ranks of a shard group, found {size}")
-    known: dict[int, dist.ProcessGroup] = vars(mesh).setdefault("_fsdp_neighbours", {})
+    # meshes and not their groups: DTensor's caches keep a mesh for good, and a group's sockets and threads with it
+    known: dict[int, DeviceMesh] = vars(mesh).setdefault("_fsdp_neighbours", {})
     if size not in known:
-        rows = mesh.mesh.reshape(-1, size)
-        known[size] = DeviceMesh(mesh.device_type, rows).get_group(1)
-    return known[size]
+        known[size] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size))
+    return known[size].get_group(1)
