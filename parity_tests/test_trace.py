@@ -48,7 +48,9 @@ TINY = ("--model", "parity_tests.engines.models:bigram", "--steps", "1", "--batc
 def on_lane(trace: Trace, lane: str, kind: str | None = None) -> list[Span]:
     """The spans of a lane in order of time; lanes of links are those that begin so."""
     found = [span for span in trace.spans if span.lane.startswith(lane) and kind in (None, span.kind)]
-    return sorted(found, key=lambda span: span.start_s)
+    return sorted(
+        found, key=lambda span: (span.start_s, span.end_s)
+    )  # a wait that took no time is over before what follows
 
 
 # Ranges and rules, on events that are made up

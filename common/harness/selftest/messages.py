@@ -42,7 +42,7 @@ def in_contract(change: Callable[[Reduction, int], Reduction]) -> dict[str, tupl
     def decide(scene: Scene, original: Callable[..., Reduction], **options: Any) -> Reduction:
         return change(original(**options), options["world_size"])
 
-    places = {"eager": "fsdp_eager.bucket:plan_reduction", "compiled": "fsdp_compiled.graph:plan_reduction"}
+    places = {"eager": "fsdp_eager.reduction:plan_reduction", "compiled": "fsdp_compiled.graph:plan_reduction"}
     return {engine: _call(place, decide) for engine, place in places.items()}
 
 
@@ -94,9 +94,8 @@ def in_plan(**changed: Any) -> dict[str, tuple[Plant, ...]]:
 # What arrives
 
 
-def _keeps_own_eager(scene: Scene, original: Callable[..., Any], pending: Any) -> Any:
-    pending.received.copy_(pending.received[scene.rank].clone().expand_as(pending.received))
-    return original(pending)
+def _keeps_own_eager(scene: Scene, original: Callable[..., Any], pieces: Tensor) -> Any:
+    return original(pieces[scene.rank].expand_as(pieces))
 
 
 def _keeps_own_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
@@ -119,7 +118,7 @@ def _behind_reductions(gm: Any, function: Callable[[Tensor], Tensor]) -> None:
 
 
 KEEPS_OWN = {
-    "eager": _call("fsdp_eager.bucket:finish_reduction", _keeps_own_eager),
+    "eager": _call("fsdp_eager.collectives:sum_in_rank_order", _keeps_own_eager),
     "compiled": _call("fsdp_compiled.graph:lower_reductions", _keeps_own_compiled),
 }
 
@@ -140,12 +139,11 @@ SUMS_BACKWARDS = {
 }
 
 
-def _unpacks_in_another_order_eager(
-    scene: Scene, original: Callable[..., Any], group: Any, params: Any, pending: Any
-) -> Any:
+def _unpacks_in_another_order_eager(scene: Scene, original: Callable[..., Any], reducer: Any, flight: Any) -> Any:
     order = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
-    by_name = {param.name: param for param in params}
-    original(group, [by_name[order.get(param.name, param.name)] for param in params], pending)
+    by_name = {param.name: param for param in flight.params}
+    flight.params = [by_name[order.get(param.name, param.name)] for param in flight.params]
+    original(reducer, flight)
 
 
 def _unpacks_in_another_order_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
@@ -162,7 +160,7 @@ def _unpacks_in_another_order_compiled(scene: Scene, original: Callable[..., Any
 
 
 UNPACKS_IN_ANOTHER_ORDER = {
-    "eager": _call("fsdp_eager.bucket:FSDPParamGroup.finish_reduction", _unpacks_in_another_order_eager),
+    "eager": _call("fsdp_eager.reduction:GradientReducer.accept", _unpacks_in_another_order_eager),
     "compiled": _call("fsdp_compiled.graph:bucket_reductions", _unpacks_in_another_order_compiled),
 }
 
@@ -277,9 +275,9 @@ PREFETCHES_NOTHING = {
 }
 
 
-def _waits_early_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> None:
-    original(schedule, group)
-    if group is not None:
+def _waits_early_eager(scene: Scene, original: Callable[..., Any], schedule: Any, groups: Any) -> None:
+    original(schedule, groups)
+    for group in groups:
         schedule.unshard(group)
 
 
@@ -298,7 +296,7 @@ WAITS_EARLY = {
 
 def _waits_at_once_eager(scene: Scene, original: Callable[..., Any], schedule: Any, group: Any) -> None:
     original(schedule, group)
-    schedule.finish_reduction()
+    schedule.finish_reductions()
 
 
 WAITS_FOR_REDUCTIONS = {

@@ -11,6 +11,7 @@ A change gets the rows and returns others; in a graph it is a node of its own.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -82,8 +83,8 @@ def _on_accepted(change: Change, names: tuple[str, ...]) -> Act:
     def act(scene: Scene, original: Callable[..., Any]) -> Callable[..., Any]:
         def accept(param: Any, shard: Tensor) -> None:
             if not names or param.name in names:
-                rows = len(param.cut.rows_of(scene.rank))
-                part = shard[: rows * param.cut.row_numel].view(rows, *param.unsharded_param.shape[1:])
+                shape = param.cut.shape_of(scene.rank)
+                part = shard[: math.prod(shape)].view(shape)
                 shard = _changed(change, scene, param.name, part).reshape(-1)
             original(param, shard)
 
