@@ -36,9 +36,9 @@ class Given(Exception):
     """A step is given up."""
 
 
-def _raise(error: BaseException) -> Callable[..., Any]:
+def _raise(kind: type[BaseException]) -> Callable[..., Any]:
     def hook(*_: object) -> None:
-        raise error
+        raise kind  # a new one: one that the hook held would hold, by its traceback, the graph that the hook is on
 
     return hook
 
@@ -48,7 +48,7 @@ def backward_raised(model: Any, ctx: RankContext) -> Tensor:
     loss = loss_of(model, 1, ctx.rank)
 
     def raise_in_backward(module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(_raise(Given()))
+        output.register_hook(_raise(Given))
 
     handle = model.blocks[1].register_forward_hook(raise_in_backward)
     other = loss_of(model, 0, ctx.rank)
@@ -63,7 +63,7 @@ def backward_raised(model: Any, ctx: RankContext) -> Tensor:
 def block_interrupted(model: Any, ctx: RankContext) -> None:
     """A block that is called alone is interrupted from the keyboard."""
     loss_of(model, 0, ctx.rank)
-    handle = model.blocks[1].norm.register_forward_hook(_raise(KeyboardInterrupt()))
+    handle = model.blocks[1].norm.register_forward_hook(_raise(KeyboardInterrupt))
     try:
         model.blocks[1](torch.ones(2, 10))
     except KeyboardInterrupt:
