@@ -228,5 +228,8 @@ def _loss_notes(steps: int) -> tuple[str, ...]:
 def _collective_notes(collectives: pd.DataFrame) -> tuple[str, ...]:
     notes = ["one rank's, with the size of the whole buffer"]
     if "all_to_all" in set(collectives["kind"]):
-        notes.append("reductions travel as all_to_all and are summed in rank order, see common/gradient.py")
+        notes.append(
+            "reductions travel as all_to_all, a rank's own part stays where it is, and are summed in rank order, "
+            "see common/gradient.py"
+        )
     return ("; ".join(notes),)

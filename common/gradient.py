@@ -6,8 +6,9 @@ what is divided before and after, and whether the sum is the backend's or taken 
 [Note: rank order]
 A floating-point sum depends on its order. A backend's reduce-scatter adds in an order of its own, which may
 depend on where in a message an element lies, so packing parameters differently changes bits. The `ordered`
-transport sends each rank its pieces (all-to-all) and adds them here as ((r0 + r1) + r2) + ...: an element's sum
-then depends on nothing but its addends, and how parameters are packed changes no bit at any world size.
+transport sends each other rank its pieces (all-to-all) and adds what comes, and a rank's own piece in its place, as
+((r0 + r1) + r2) + ...: an element's sum then depends on nothing but its addends, and how parameters are packed changes
+no bit at any world size.
 
 Source: torch 2.13 `_fsdp_collectives.py`, `_get_gradient_divide_factors`, for the native transport.
 Differs: the ordered transport, and divide factors on every backend (torch uses PREMUL_SUM, which gloo lacks).
@@ -16,6 +17,7 @@ Differs: the ordered transport, and divide factors on every backend (torch uses 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -90,13 +92,18 @@ def plan_reduction(
     return Reduction(transport, "sum", None, factor)
 
 
-def sum_in_rank_order(pieces: torch.Tensor) -> torch.Tensor:
-    """Add the rows of `pieces` [world, n] from rank 0 upwards, in their own dtype; see [Note: rank order].
+def sum_in_rank_order(own: torch.Tensor, others: Sequence[torch.Tensor], rank: int) -> None:
+    """Make `own` the sum over ranks, from rank 0 upwards, in its dtype; see [Note: rank order].
 
-    Returns:
-        A new tensor [n].
+    Args:
+        own: [n], what this rank adds.
+        others: what the other ranks add, each [n], in rank order; overwritten.
+        rank: this rank.
     """
-    total = pieces[0].clone()
-    for piece in pieces[1:]:
-        total += piece
-    return total
+    if rank:
+        before, *more = others[:rank]
+        for piece in more:
+            before += piece
+        own += before  # a + b has the bits of b + a
+    for piece in others[rank:]:
+        own += piece

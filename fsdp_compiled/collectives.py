@@ -22,7 +22,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from common.errors import PassError
-from common.gradient import Reduction, Transport
 from fsdp_compiled.torch_private import fake_mode_of, gradient_of_input, index_of_input
 
 aten = torch.ops.aten
@@ -68,7 +67,7 @@ class Collective:
     @property
     def key(self) -> tuple[Any, ...]:
         """Those with the same key may share a message: dtype, (operation,) world size, process group."""
-        return (_val(self.start).dtype, *self.start.args[1:])
+        return (value_of(self.start).dtype, *self.start.args[1:])
 
 
 class Builder:
@@ -84,7 +83,7 @@ class Builder:
         """Insert `target(*args, **kwargs)` at the graph's insertion point."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.provenance)
-        values = torch.fx.node.map_arg((args, kwargs), _val)
+        values = torch.fx.node.map_arg((args, kwargs), value_of)
         with self.mode:
             node.meta["val"] = target(*values[0], **values[1])
         return node
@@ -93,7 +92,8 @@ class Builder:
 _PROVENANCE = ("partitioner_tag", "seq_nr", "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 
 
-def _val(node: Node) -> Any:
+def value_of(node: Node) -> Any:
+    """The fake value of what `node` computes."""
     return node.meta["val"]
 
 
@@ -207,55 +207,6 @@ def param_of(node: Node) -> str:
     """The parameter that `mark` wrote on a collective."""
     param: str = node.meta[_MARK]
     return param
-
-
-def lower_reductions(gm: GraphModule, *, decide: Callable[[torch.dtype], Reduction]) -> GraphModule:
-    """Replace each mean reduce-scatter by the arithmetic of the gradient contract.
-
-    Args:
-        gm: a backward graph.
-        decide: the `Reduction` of a buffer by its dtype, see `common.gradient.plan_reduction`.
-    """
-    graph = gm.graph
-    for reduction in find_reductions(graph):
-        how = decide(_val(reduction.start).dtype)
-        builder = Builder(graph)
-        with graph.inserting_before(reduction.start):
-            source = reduction.start.args[0]
-            if how.predivide is not None:
-                source = builder.call(aten.div.Tensor, source, how.predivide)
-            start = _launch(builder, source, how, reduction.start)
-            mark(start, reduction.param)
-        with graph.inserting_before(reduction.wait):
-            result = builder.call(WAIT, start)
-            if how.transport is Transport.ORDERED:
-                _, _, ranks, _ = reduction.start.args
-                result = _sum_in_rank_order(builder, result, [ranks, *_val(reduction.wait).shape])
-            if how.postdivide is not None:
-                result = builder.call(aten.div.Tensor, result, how.postdivide)
-        reduction.wait.replace_all_uses_with(result)
-        graph.erase_node(reduction.wait)
-        graph.erase_node(reduction.start)
-    graph.lint()
-    return gm
-
-
-def _launch(builder: Builder, source: Any, how: Reduction, mean: Node) -> Node:
-    _, _, world_size, group = mean.args
-    if how.transport is Transport.NATIVE:
-        return builder.call(REDUCE_SCATTER, source, how.op, world_size, group)
-    assert isinstance(world_size, int)
-    rows = [_val(source).shape[0] // world_size] * world_size
-    return builder.call(ALL_TO_ALL, source, rows, rows, group)
-
-
-def _sum_in_rank_order(builder: Builder, pieces: Node, shape: list[Any]) -> Node:
-    """`common.gradient.sum_in_rank_order` of [ranks, ...], as nodes."""
-    by_rank = builder.call(aten.view.default, pieces, shape)  # all of it known: with no elements, -1 could be any size
-    total = builder.call(aten.select.int, by_rank, 0, 0)
-    for rank in range(1, _val(by_rank).shape[0]):
-        total = builder.call(aten.add.Tensor, total, builder.call(aten.select.int, by_rank, 0, rank))
-    return total
 
 
 def find_lowered(graph: Graph) -> list[Node]:

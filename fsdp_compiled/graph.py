@@ -44,11 +44,11 @@ from fsdp_compiled.bucket import bucket_gathers, bucket_reductions
 from fsdp_compiled.collectives import (
     find_gathers,
     find_lowered,
-    lower_reductions,
     mark_collectives,
     param_of,
 )
 from fsdp_compiled.reads import add_before_casts, merge_repeated_reads
+from fsdp_compiled.reduction import lower_reductions
 from fsdp_compiled.reshard import check_resharded, tag_gathers
 from fsdp_compiled.schedule import delay_reduction_waits, prefetch_gathers
 
@@ -111,7 +111,7 @@ class Pipeline:
         return [
             check_resharded,
             *self._optional(bucket_reductions, plan=self.plan),
-            partial(lower_reductions, decide=self.decide),
+            partial(lower_reductions, decide=self.decide, rank=self.mesh.get_local_rank()),
             *self.forward(),
             *self._optional(delay_reduction_waits),
         ]

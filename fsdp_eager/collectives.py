@@ -9,7 +9,9 @@ Left out: custom collectives, mixed dtypes in one message.
 Shapes: W ranks, R replicas, n parameters, c_i elements of parameter i's padded chunk, S = c_1 + ... + c_n.
 
     shard [S]  --all-gather-->  gathered [W, S]  --copy-out-->  n whole parameters, each contiguous
-    n gradients  --pack-->  packed [W, S]  --reduce-scatter-->  [S]  --all-reduce-->  [S]: summed or averaged
+    n gradients  --pack-->  message [W, S]  --reduce-scatter-->  [S]  --all-reduce-->  [S]: summed or averaged
+
+A rank's own row stays here where rows are summed here: the message has W - 1, and as many come.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,21 +70,40 @@ def copy_out(gathered: Tensor, wholes: list[Tensor], cuts: Sequence[Cut]) -> Non
             cut.part(target, rank).copy_(chunks[rank, : math.prod(shape)].view(shape))
 
 
-def pack_gradients(gradients: Sequence[Tensor], cuts: Sequence[Cut], world_size: int, dtype: torch.dtype) -> Tensor:
-    """Lay gradients out by the rank that needs their part, cast to `dtype`.
+class Message(NamedTuple):
+    """The gradients of a group, by the rank that needs them: the chunks of each parameter, one after the other.
+
+    Attributes:
+        sent: a row for each rank [W, S]; if this rank's own stays here, [W - 1, S], those of the others in rank order.
+        own: [S], this rank's row if it stays here; else room for the sum.
+    """
+
+    sent: Tensor
+    own: Tensor
+
+
+def pack_gradients(
+    gradients: Sequence[Tensor], cuts: Sequence[Cut], world_size: int, dtype: torch.dtype, *, keep: int | None
+) -> Message:
+    """Lay gradients out by the rank that needs their part, cast to `dtype`, padded with zeros.
 
     Args:
         gradients: one for each parameter, in its shape.
         cuts: of each.
         world_size: W.
         dtype: what travels.
-
-    Returns:
-        packed [W, S]; row r holds the chunks of rank r, one parameter after the other, padded with zeros.
+        keep: the rank whose row is not sent, if there is one.
     """
     columns = [_by_rank(gradient, cut, world_size) for gradient, cut in zip(gradients, cuts, strict=True)]
-    packed = gradients[0].new_empty(world_size, sum(cut.chunk_numel for cut in cuts), dtype=dtype)
-    return torch.cat(columns, dim=1, out=packed)
+    own = gradients[0].new_empty(sum(cut.chunk_numel for cut in cuts), dtype=dtype)
+    if keep is None:
+        return Message(torch.cat(columns, dim=1, out=own.new_empty(world_size, own.numel())), own)
+    sent = own.new_empty(world_size - 1, own.numel())
+    targets = list(sent.unbind())
+    targets.insert(keep, own)
+    for target, chunks in zip(targets, zip(*(column.unbind() for column in columns), strict=True), strict=True):
+        torch.cat(chunks, out=target)
+    return Message(sent, own)
 
 
 def _by_rank(gradient: Tensor, cut: Cut, world_size: int) -> Tensor:
@@ -103,14 +124,18 @@ class PendingReduction:
     """A reduction in flight.
 
     Attributes:
+        result: 1D [S]; native: what the transfer writes to; ordered: this rank's own addend, to which others are added.
         sent: what this rank sends; held until the transfer is over, and no longer.
-        received: native: 1D [S], reduced; ordered: 2D, row r from rank r, not yet summed.
+        others: ordered: what comes from the other ranks, in rank order, each [S].
+        rank: this rank.
         work: the handle to wait on; None if there is nobody to send to, or nothing to send.
     """
 
-    sent: Tensor | None
-    received: Tensor
-    work: dist.Work | None
+    result: Tensor
+    sent: Tensor | None = None
+    others: Sequence[Tensor] = ()
+    rank: int = 0
+    work: dist.Work | None = None
 
     def wait(self) -> Tensor:
         """Wait until the data is here, and let go of what was sent.
@@ -121,28 +146,39 @@ class PendingReduction:
         if self.work is not None:
             self.work.wait()
         self.sent = self.work = None  # the handle holds the message too
-        return sum_in_rank_order(self.received) if self.received.ndim == 2 else self.received
+        sum_in_rank_order(self.result, self.others, self.rank)
+        self.others = ()
+        return self.result
 
 
-def launch_reduce_scatter(packed: Tensor, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
-    """Start to reduce `packed` [W, S] so that each rank gets its row."""
+def launch_reduce_scatter(message: Message, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
+    """Start to reduce a message so that each rank gets the sum of its rows, summed here if its own stays here."""
+    sent, own = message
+    rank, world_size = group.rank(), group.size()
     if reduction.predivide is not None:
-        packed.div_(reduction.predivide)
-    if packed.shape[0] == 1 or not packed.numel():
-        return PendingReduction(packed, packed[0], None)
-    if reduction.transport is Transport.ORDERED:
-        received = torch.empty_like(packed)
-        return PendingReduction(packed, received, dist.all_to_all_single(received, packed, group=group, async_op=True))
-    received = packed.new_empty(packed.shape[1])
-    work = _reduce_scatter(received, packed.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
-    return PendingReduction(packed, received, work)
+        sent.div_(reduction.predivide)
+        if len(sent) < world_size:
+            own.div_(reduction.predivide)
+    if not sent.numel():
+        return PendingReduction(own)
+    if len(sent) == world_size:
+        work = _reduce_scatter(own, sent.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
+        return PendingReduction(own, sent, work=work)
+    rows = [int(other != rank) for other in range(world_size)]
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, rows, rows, group=group, async_op=True)
+    return PendingReduction(own, sent, received.unbind(), rank, work)
 
 
 def launch_all_reduce(shard: Tensor, group: dist.ProcessGroup, reduction: Reduction) -> PendingReduction:
-    """Start to reduce `shard` [S] over replicas; native reductions do it in place."""
+    """Start to reduce `shard` [S] over replicas, in place."""
     if group.size() == 1 or not shard.numel():
-        return PendingReduction(None, shard, None)
+        return PendingReduction(shard)
     if reduction.transport is Transport.ORDERED:
         received = shard.new_empty(group.size(), shard.numel())
-        return PendingReduction(shard, received, _all_gather(received.view(-1), shard, group=group, async_op=True))
-    return PendingReduction(None, shard, dist.all_reduce(shard, op=_OPS[reduction.op], group=group, async_op=True))
+        work = _all_gather(received.view(-1), shard, group=group, async_op=True)
+        others = list(received.unbind())
+        del others[group.rank()]
+        return PendingReduction(shard, None, others, group.rank(), work)
+    work = dist.all_reduce(shard, op=_OPS[reduction.op], group=group, async_op=True)
+    return PendingReduction(shard, work=work)

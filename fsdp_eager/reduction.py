@@ -1,6 +1,6 @@
 """The gradients of one group, from where autograd leaves them to `.grad` of the shards.
 
-Counterpart: none; a traced graph has its reductions as nodes of the backward.
+Counterpart: fsdp_compiled/reduction.py, where they are nodes of the backward.
 Source: torch 2.13 `_fsdp_param_group.py` (`post_backward`) and `_fsdp_collectives.py` (`foreach_reduce`). Differs: what
 was accumulated or reduced in part is kept for each parameter, so that steps may use different ones.
 
@@ -25,7 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.gradient import Reduction, Transport, plan_reduction
-from fsdp_eager.collectives import PendingReduction, launch_all_reduce, launch_reduce_scatter, pack_gradients
+from fsdp_eager.collectives import (
+    Message,
+    PendingReduction,
+    launch_all_reduce,
+    launch_reduce_scatter,
+    pack_gradients,
+)
 from fsdp_eager.param import FSDPParam
 from fsdp_eager.torch_private import local_shard
 
@@ -121,32 +127,25 @@ class GradientReducer:
         for param in self._params:
             param.take_gradient()
 
-    def pack(self, gradients: Gradients) -> Tensor:
+    def pack(self, gradients: Gradients) -> Message:
         """Phase 2. Empties the list, so that the memory is free before more is asked for."""
         cuts = [param.cut for param, _ in gradients]
-        packed = pack_gradients([grad for _, grad in gradients], cuts, self._shard_group.size(), self.reduce_dtype)
+        grads = [grad for _, grad in gradients]
         gradients.clear()
-        return packed
+        size = self._group.size()
+        keeps_own = size == 1 or self._plan().transport is Transport.ORDERED
+        return pack_gradients(grads, cuts, size, self.reduce_dtype, keep=self._group.rank() if keeps_own else None)
 
-    def launch(self, params: Sequence[FSDPParam], packed: Tensor) -> InFlight:
+    def launch(self, params: Sequence[FSDPParam], message: Message) -> InFlight:
         """Phase 3, as the switches are now."""
-        switches = self.switches
-        reduction = plan_reduction(
-            world_size=self._shard_group.size(),
-            replicas=self._replica_group.size() if self._replica_group is not None else 1,
-            reduce_dtype=self.reduce_dtype,
-            backend=self._backend,
-            transport=self._transport,
-            divide_factor=switches.divide_factor,
-            force_sum=switches.force_sum,
-        )
-        pending = launch_reduce_scatter(packed, switches.separate_group or self._shard_group, reduction)
-        return InFlight(params, pending, reduction, switches.all_reduce, switches.hook)
+        reduction = self._plan()
+        pending = launch_reduce_scatter(message, self._group, reduction)
+        return InFlight(params, pending, reduction, self.switches.all_reduce, self.switches.hook)
 
     def advance(self, flight: InFlight) -> bool:
         """Wait for phase 3 and launch phase 4; say whether there is one."""
         total = flight.pending.wait()
-        flight.pending = PendingReduction(None, total, None)
+        flight.pending = PendingReduction(total)
         if self._replica_group is None:
             return False
         pieces = total.split([param.cut.chunk_numel for param in flight.params])
@@ -174,6 +173,21 @@ class GradientReducer:
         pieces = total.split([param.cut.chunk_numel for param in flight.params])
         for param, piece in zip(flight.params, pieces, strict=True):
             param.accept_gradient(piece)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.switches.separate_group or self._shard_group
+
+    def _plan(self) -> Reduction:
+        return plan_reduction(
+            world_size=self._shard_group.size(),
+            replicas=self._replica_group.size() if self._replica_group is not None else 1,
+            reduce_dtype=self.reduce_dtype,
+            backend=self._backend,
+            transport=self._transport,
+            divide_factor=self.switches.divide_factor,
+            force_sum=self.switches.force_sum,
+        )
 
     def _accumulate(self, param: FSDPParam, grad: Tensor) -> None:
         before = self._accumulated.get(param)

@@ -24,14 +24,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from common.ranges import LAUNCH_GATHER, LAUNCH_REDUCE, WAIT_GATHER, WAIT_REDUCE, bucket_range
 from fsdp_eager.bucket import FSDPParamGroup
+from fsdp_eager.launch_order import check_launch, explain_failure
 from fsdp_eager.param import ShardedState
 from fsdp_eager.reduction import InFlight
+
+T = TypeVar("T")
 
 EventLog = Callable[[str, str], None]
 """Called with an event and the name of a group. Events are `launch_gather`, `wait_gather`, `discard_gather`, `free`,
@@ -136,8 +140,7 @@ class Schedule:
         if group.state is ShardedState.UNSHARDED:
             return
         self.launch(group)
-        with self._range(WAIT_GATHER, group):
-            group.wait_gather()
+        self._wait(WAIT_GATHER, group, group.wait_gather)
         self._tell(WAIT_GATHER, group)
 
     def launch(self, group: FSDPParamGroup) -> None:
@@ -146,6 +149,7 @@ class Schedule:
             group.settle()
         elif group.state is not ShardedState.SHARDED_POST_FORWARD:
             return
+        self._check(LAUNCH_GATHER, group)
         event, self.switches.after_optimizer = self.switches.after_optimizer, None
         with self._gather_lane.launch(after=event), self._range(LAUNCH_GATHER, group):
             group.launch_gather()
@@ -175,8 +179,7 @@ class Schedule:
     def discard(self, group: FSDPParamGroup) -> None:
         """Drop the gather of `group` that is in flight, if there is one."""
         if group.state is ShardedState.GATHERING:
-            with self._range(WAIT_GATHER, group):
-                group.discard_gather()
+            self._wait(WAIT_GATHER, group, group.discard_gather)
             self._tell("discard_gather", group)
 
     # Order
@@ -236,9 +239,10 @@ class Schedule:
             return
         self._make_room(self.switches.max_messages - 1)
         params = [param for param, _ in gradients]
-        packed = group.reducer.pack(gradients)
-        with self._reduce_lane.launch(packed), self._range(LAUNCH_REDUCE, group):
-            self._scattering.append((group, group.reducer.launch(params, packed)))
+        self._check(LAUNCH_REDUCE, group)
+        message = group.reducer.pack(gradients)
+        with self._reduce_lane.launch(*message), self._range(LAUNCH_REDUCE, group):
+            self._scattering.append((group, group.reducer.launch(params, message)))
         self._tell(LAUNCH_REDUCE, group)
 
     def finish_reductions(self) -> None:
@@ -249,8 +253,7 @@ class Schedule:
     def drop_reductions(self) -> None:
         """Wait for the reductions in flight and forget them: their step was given up, gradients may be cleared."""
         for group, flight in (*self._scattering, *self._replicating):
-            with self._range(WAIT_REDUCE, group):
-                flight.pending.wait()
+            self._wait(WAIT_REDUCE, group, flight.pending.wait)
             self._tell("discard_reduce", group)
         self._scattering.clear()
         self._replicating.clear()
@@ -267,8 +270,8 @@ class Schedule:
         while len(self._scattering) > messages:
             self._accept()
             group, flight = self._scattering.popleft()
-            with self._reduce_lane.launch(), self._range(WAIT_REDUCE, group):
-                over_replicas = group.reducer.advance(flight)
+            with self._reduce_lane.launch():
+                over_replicas = self._wait(WAIT_REDUCE, group, partial(group.reducer.advance, flight))
             self._replicating.append((group, flight))
             if not over_replicas:
                 self._accept()
@@ -277,10 +280,23 @@ class Schedule:
         """Set the gradients that are on their last leg."""
         while self._replicating:
             group, flight = self._replicating.popleft()
-            waits = self._range(WAIT_REDUCE, group) if flight.pending.work is not None else nullcontext()
-            with self._reduce_lane.launch(), waits:
-                group.reducer.accept(flight)
+            accept = partial(group.reducer.accept, flight)
+            with self._reduce_lane.launch():
+                self._wait(WAIT_REDUCE, group, accept) if flight.pending.work is not None else accept()
             self._tell(WAIT_REDUCE, group)
+
+    def _check(self, event: str, group: FSDPParamGroup) -> None:
+        if group.communicates:
+            check_launch(f"{event} of {group.name}", group.options.mesh)
+
+    def _wait(self, event: str, group: FSDPParamGroup, wait: Callable[[], T]) -> T:
+        """Run `wait` in a range; if it fails, say what for."""
+        try:
+            with self._range(event, group):
+                return wait()
+        except RuntimeError as error:
+            explain_failure(error, f"{event} of {group.name}")
+            raise
 
     def _range(self, event: str, group: FSDPParamGroup) -> AbstractContextManager[object]:
         """A range in whatever profile is recorded; none if nothing travels."""

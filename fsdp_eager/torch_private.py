@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -129,3 +130,8 @@ def set_local_shard(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """
     assert isinstance(dtensor, DTensor)
     dtensor._local_tensor = local
+
+
+def detailed_debugging() -> bool:
+    """Whether users ask torch for its slow checks of collectives, by `TORCH_DISTRIBUTED_DEBUG=DETAIL`."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]

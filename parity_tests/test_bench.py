@@ -177,7 +177,7 @@ class Benched:
 
 def on_the_link_s(record: RunRecord) -> float:
     """What a step's collectives occupy the link for, by its formula: rings, W = 2."""
-    shares = {"all_gather": 0.5, "reduce_scatter": 0.5, "all_to_all": 0.5, "all_reduce": 1.0}
+    shares = {"all_gather": 0.5, "reduce_scatter": 0.5, "all_to_all": 1.0, "all_reduce": 1.0}
     return sum(each.count * ALPHA_S + each.bytes * shares[each.kind] / BETA for each in record.collectives)
 
 

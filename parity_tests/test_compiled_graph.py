@@ -42,6 +42,7 @@ def traced(
     world_size: int = 4,
     reshard_after_forward: bool = True,
     prefetch: bool = True,
+    rank: int = 0,
     transport: Transport = Transport.NATIVE,
     policy: MixedPrecisionPolicy | None = None,
     model: nn.Module | None = None,
@@ -51,7 +52,7 @@ def traced(
     """The graphs of one step of a sharded `Net` (or `model`)."""
     model = model or Net()
     buckets = build_plan(model, plan, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
-    with fake_ranks(world_size):
+    with fake_ranks(world_size, rank):
         data_parallel(
             model,
             build_mesh(),
@@ -201,22 +202,33 @@ def test_without_bucketing_each_parameter_travels_alone(transport: Transport) ->
         assert len(calls(backward, kind)) == BUCKETS[reductions]
 
 
+@pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordered_transport_adds_ranks_in_order(dtype: torch.dtype) -> None:
+def test_ordered_transport_adds_ranks_in_order(dtype: torch.dtype, rank: int) -> None:
     """The reduction travels as an all-to-all and is summed as ((r0 + r1) + r2) + r3, then divided by 4."""
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    _, backward = traced("model", transport=Transport.ORDERED, policy=policy, model=Net(blocks=1))
+    _, backward = traced("model", transport=Transport.ORDERED, rank=rank, policy=policy, model=Net(blocks=1))
     assert not calls(backward, REDUCE_SCATTER)
     (start,) = calls(backward, ALL_TO_ALL)
     assert start.meta["val"].dtype is dtype
     (node,) = calls(backward, torch.ops.aten.div.Tensor)
     assert node.args[1] == 4
     node = node.args[0]
-    for rank in (3, 2, 1):
+    addends = []
+    for _ in range(3):
         assert node.target is torch.ops.aten.add.Tensor
-        node, piece = node.args
-        assert piece.target is torch.ops.aten.select.int and piece.args[2] == rank
-    assert node.target is torch.ops.aten.select.int and node.args[2] == 0
+        node, addend = node.args
+        addends.insert(0, addend)
+    addends.insert(0, node)
+    own = addends.pop(rank)
+    assert own.target is torch.ops.aten.view.default and own.args[0].target is torch.ops.aten.cat.default
+    assert [(addend.target, addend.args[1:]) for addend in addends] == [
+        (torch.ops.aten.select.int, (0, place)) for place in range(3)
+    ]
+    assert start.args[1] == start.args[2] == [0 if r == rank else own.meta["val"].numel() for r in range(4)]
+    for message, rows in ((own.args[0], [rank]), (start.args[0], [r for r in range(4) if r != rank])):
+        places = [piece.args[2] for piece in message.args[0]]
+        assert places == sorted(places) and set(places) == set(rows)
 
 
 def test_mixed_precision_moves_the_narrow_dtype_and_reduces_in_the_wide_one() -> None:

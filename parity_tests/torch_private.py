@@ -9,6 +9,7 @@ import torch
 
 # The only way to learn how many graphs were traced, and to fail on one that is traced again.
 import torch._dynamo.config
+import torch.distributed as dist
 
 # The collectives of traced graphs, called by hand.
 import torch.distributed._functional_collectives as functional_collectives
@@ -31,6 +32,7 @@ __all__ = [
     "FakeStore",
     "allocator_snapshot",
     "counting_graphs",
+    "detailed_checks",
     "functional_collectives",
     "gradient_hooks",
     "premultiplied_sum",
@@ -51,3 +53,14 @@ def counting_graphs() -> Iterator[Callable[[], int]]:
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield lambda: counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def detailed_checks() -> Iterator[None]:
+    """As if the process had been started with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, for process groups that exist."""
+    before = dist.get_debug_level()  # type: ignore[attr-defined]
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ one message per parameter: forward gathers each, backward each that it reads. Ea
 bytes do not change.
 
 Gathers carry S in the compute dtype, reductions S (of trained parameters) in the reduction dtype. On one rank
-nothing travels. Ordered reductions travel as all-to-all, see [Note: rank order] in `common.gradient`.
+nothing travels. Ordered reductions travel as all-to-all of what other ranks need, (W - 1) / W of S, see [Note: rank
+order] in `common.gradient`.
 
 [Note: what backward reads]
 A traced backward gathers a weight again only if some operator of it takes the weight as an argument. The gradient of a
@@ -152,10 +153,14 @@ def _counts(
     Those travel as our own engines' do, if `reduction` does not say how.
     """
     reduction = reduction or setting.reduction_kind()
+    ranks = setting.job.ranks
+    reduced_bytes = [setting.reduced_bytes(params) for params in reduced]
+    if reduction == "all_to_all":
+        reduced_bytes = [size // ranks * (ranks - 1) for size in reduced_bytes]
     counts = [_count(FORWARD, "all_gather", [setting.gathered_bytes(params) for params in forward])]
     if setting.job.reshard_after_forward == "always":
         counts.append(_count(BACKWARD, "all_gather", [setting.gathered_bytes(params) for params in backward]))
-    counts.append(_count(BACKWARD, reduction, [setting.reduced_bytes(params) for params in reduced]))
+    counts.append(_count(BACKWARD, reduction, reduced_bytes))
     return sorted((count for count in counts if count.count), key=lambda count: (count.phase == BACKWARD, count.kind))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.gradient import Reduction
 from common.harness.selftest.plant import Plant, Scene, named
-from common.harness.selftest.shards import PAIR, add_after
+from common.harness.selftest.shards import PAIR
 from common.policy import MixedPrecisionPolicy
 
 _MIDDLE = ".1"
@@ -94,49 +94,27 @@ def in_plan(**changed: Any) -> dict[str, tuple[Plant, ...]]:
 # What arrives
 
 
-def _keeps_own_eager(scene: Scene, original: Callable[..., Any], pieces: Tensor) -> Any:
-    return original(pieces[scene.rank].expand_as(pieces))
+def _in_sums(change: Callable[..., Any]) -> dict[str, tuple[Plant, ...]]:
+    """`change` the sums in rank order, which take a rank's own addend, the others and its rank."""
+    return {
+        "eager": _call("fsdp_eager.collectives:sum_in_rank_order", change),
+        "compiled": _call("fsdp_compiled.collectives:sum_in_rank_order", change),
+    }
 
 
-def _keeps_own_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
-    gm = original(gm, **options)
-
-    def own(received: Tensor) -> Tensor:
-        pieces = received.reshape(scene.ranks, -1)
-        return pieces[scene.rank].repeat(scene.ranks).view(received.shape)
-
-    _behind_reductions(gm, own)
-    return gm
+def _keeps_own(scene: Scene, original: Callable[..., Any], *args: Any) -> Any:
+    *builder, own, others, rank = args
+    copies = [own.clone() if isinstance(own, Tensor) else own for _ in others]  # eager adds to `own` in place
+    return original(*builder, own, copies, rank)
 
 
-def _behind_reductions(gm: Any, function: Callable[[Tensor], Tensor]) -> None:
-    """Put `function` behind the wait of each reduction that is lowered already."""
-    wait = named(_COLLECTIVES + "WAIT")
-    for start in named(_COLLECTIVES + "find_lowered")(gm.graph):
-        (waited,) = (user for user in start.users if user.target == wait)
-        add_after(waited, function)
+def _sums_backwards(scene: Scene, original: Callable[..., Any], *args: Any) -> Any:
+    *builder, own, others, rank = args
+    return original(*builder, own, others[::-1], len(others) - rank)
 
 
-KEEPS_OWN = {
-    "eager": _call("fsdp_eager.collectives:sum_in_rank_order", _keeps_own_eager),
-    "compiled": _call("fsdp_compiled.graph:lower_reductions", _keeps_own_compiled),
-}
-
-
-def _sums_backwards_eager(scene: Scene, original: Callable[..., Any], pieces: Tensor) -> Any:
-    return original(pieces.flip(0))
-
-
-def _sums_backwards_compiled(scene: Scene, original: Callable[..., Any], gm: Any, **options: Any) -> Any:
-    gm = original(gm, **options)
-    _behind_reductions(gm, lambda received: received.view(scene.ranks, -1).flip(0).view(received.shape))
-    return gm
-
-
-SUMS_BACKWARDS = {
-    "eager": _call("fsdp_eager.collectives:sum_in_rank_order", _sums_backwards_eager),
-    "compiled": _call("fsdp_compiled.graph:lower_reductions", _sums_backwards_compiled),
-}
+KEEPS_OWN = _in_sums(_keeps_own)
+SUMS_BACKWARDS = _in_sums(_sums_backwards)
 
 
 def _unpacks_in_another_order_eager(scene: Scene, original: Callable[..., Any], reducer: Any, flight: Any) -> Any:
