@@ -17,7 +17,7 @@ A rank's own row stays here where rows are summed here: the message has W - 1, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,29 +94,31 @@ def pack_gradients(
         dtype: what travels.
         keep: the rank whose row is not sent, if there is one.
     """
-    columns = [_by_rank(gradient, cut, world_size) for gradient, cut in zip(gradients, cuts, strict=True)]
     own = gradients[0].new_empty(sum(cut.chunk_numel for cut in cuts), dtype=dtype)
-    if keep is None:
-        return Message(torch.cat(columns, dim=1, out=own.new_empty(world_size, own.numel())), own)
-    sent = own.new_empty(world_size - 1, own.numel())
+    sent = own.new_empty(world_size if keep is None else world_size - 1, own.numel())
+    if keep is None and all(cut.dim == 0 and cut.numel == world_size * cut.chunk_numel for cut in cuts):
+        columns = [grad.reshape(world_size, cut.chunk_numel) for grad, cut in zip(gradients, cuts, strict=True)]
+        torch.cat(columns, dim=1, out=sent)  # one kernel for all rows
+        return Message(sent, own)
     targets = list(sent.unbind())
-    targets.insert(keep, own)
-    for target, chunks in zip(targets, zip(*(column.unbind() for column in columns), strict=True), strict=True):
+    if keep is not None:
+        targets.insert(keep, own)
+    parts = [_by_rank(gradient, cut, world_size) for gradient, cut in zip(gradients, cuts, strict=True)]
+    for target, chunks in zip(targets, zip(*parts, strict=True), strict=True):
         torch.cat(chunks, out=target)
     return Message(sent, own)
 
 
-def _by_rank(gradient: Tensor, cut: Cut, world_size: int) -> Tensor:
-    """The chunks of one gradient [W, c_i], by the rank that needs them."""
-    if cut.dim == 0:
-        flat = gradient.reshape(-1)
-        missing = world_size * cut.chunk_numel - flat.numel()
-        return (F.pad(flat, (0, missing)) if missing else flat).view(world_size, cut.chunk_numel)
-    chunks = gradient.new_zeros(world_size, cut.chunk_numel)
-    for rank in range(world_size):
-        shape = cut.shape_of(rank)
-        chunks[rank, : math.prod(shape)].view(shape).copy_(cut.part(gradient, rank))
-    return chunks
+def _by_rank(gradient: Tensor, cut: Cut, world_size: int) -> Iterable[Tensor]:
+    """The W chunks [c_i] of one gradient; what is copied for one, as its padding asks for, does not outlive it."""
+    if cut.dim == 0 and cut.numel == world_size * cut.chunk_numel:
+        return gradient.reshape(world_size, cut.chunk_numel).unbind()
+    return (_padded(cut.part(gradient, rank).reshape(-1), cut.chunk_numel) for rank in range(world_size))
+
+
+def _padded(part: Tensor, numel: int) -> Tensor:
+    missing = numel - part.numel()
+    return F.pad(part, (0, missing)) if missing else part
 
 
 @dataclass

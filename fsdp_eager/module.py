@@ -5,7 +5,7 @@ Source: torch 2.13 `_fully_shard.py`, class `FSDPModule`. Differs: a divide fact
 whole tree if asked; `log_schedule` and `set_max_all_gathers` have no model there.
 Left out, each an error that says so: `set_custom_all_gather`, `set_custom_reduce_scatter`,
 `set_allocate_memory_from_process_group_for_comm` and `set_symm_mem_for_comm`, which choose NCCL's buffers; a stream for
-`set_all_reduce_hook`.
+`set_all_reduce_hook`; `backward(create_graph=True)`.
 """
 
 from __future__ import annotations

@@ -131,9 +131,15 @@ class FSDPState:
             generations: of the buffers that forward computed with.
 
         Raises:
-            EngineError: they are gone.
+            EngineError: they are gone; or a backward through this one may follow.
         """
         assert self.root is not None
+        if torch.is_grad_enabled():  # autograd's own sign of create_graph
+            raise EngineError(
+                f"module {type(self.module).__name__}: expected a backward without create_graph, found it set; the "
+                "graph of gradients reads parameters that are given back, and nothing reduces what it ends in; take "
+                "gradients of gradients in a model that is not sharded"
+            )
         if generations != [state.group.generation for state in self.groups]:
             raise EngineError(
                 f"module {type(self.module).__name__}: its parameters were converted or moved between forward and "

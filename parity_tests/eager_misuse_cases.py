@@ -287,6 +287,20 @@ def sharded_while_whole(ctx: RankContext) -> None:
 
 
 @misuse
+def gradients_of_gradients(ctx: RankContext) -> None:
+    loss_of(shard(make_net(), ctx), 0, ctx.rank).backward(create_graph=True)
+
+
+@misuse
+def penalty_with_kept_weights(ctx: RankContext) -> None:
+    """Weights are there all the time, and still nothing would reduce the penalty's gradients."""
+    model = fully_shard(nn.Linear(3, 3), mesh=build_mesh())
+    model.set_reshard_after_backward(False)
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+@misuse
 def no_messages(ctx: RankContext) -> None:
     shard(make_net(), ctx).set_reduce_scatter_max_input_buffers(0)
 

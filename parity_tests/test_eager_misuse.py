@@ -41,6 +41,8 @@ MESSAGES = {
     "assigned_after_a_step": ("optimizer SGD", "22 parameters", "load_state_dict(assign=True)"),
     "converted_before_backward": ("module FSDP", "converted", "between forward and backward"),
     "sharded_while_whole": ("already managed", "FSDPBlock"),
+    "gradients_of_gradients": ("module FSDPNet", "create_graph", "not sharded"),
+    "penalty_with_kept_weights": ("module FSDPLinear", "create_graph", "not sharded"),
     "no_messages": ("max_input_buffers", "from 1 on", "0"),
     "no_gathers": ("limit", "from 1 on", "True"),
     "reshard_to_two": ("reshard_after_forward", "bool", "2"),
