@@ -140,7 +140,8 @@ def test_gathers_and_reductions_on_the_link_name_the_buckets_of_the_plan(
     for trace in runs.traces(engine, job):
         assert [span.name for span in on_lane(trace, LINK, GATHER)] == [*labels, *backward]
         assert [span.name for span in on_lane(trace, LINK, REDUCE)] == labels[::-1]
-        sizes = {span.name: span.bytes for span in on_lane(trace, LINK, REDUCE)}
+        rows = 2 if engine == "torch-fsdp2" else 1  # an ordered reduction leaves a rank's own of the two where it is
+        sizes = {span.name: span.bytes / rows * 2 for span in on_lane(trace, LINK, REDUCE)}
         assert sizes == {span.name: span.bytes for span in on_lane(trace, LINK, GATHER)}
         assert len({size for name, size in sizes.items() if name.startswith("layers.")}) == 1
         assert sizes["layers.0"] > sizes["tok_embeddings"]
