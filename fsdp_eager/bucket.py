@@ -99,6 +99,7 @@ class FSDPParamGroup:
         whole: the buffer of whole parameters.
         generation: how often that was replaced; a graph of an earlier one has no backward any more.
         reducer: the way of their gradients.
+        communicates: whether its gathers and reductions are collectives at all.
     """
 
     whole: WholeBuffer
@@ -127,6 +128,7 @@ class FSDPParamGroup:
             FSDPParam(item, cut, mesh, *part) for item, cut, part in zip(managed, self._cuts, parts, strict=True)
         )
         self.whole.free()
+        self.communicates = mesh.size() > 1 and self._shard.numel() > 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # what is gathered into, and its handle
         self._kept: torch.Tensor | None = None  # see [Note: a piece for backward]
         self._gathered_writes = self._writes()
@@ -138,11 +140,6 @@ class FSDPParamGroup:
             transport=options.transport,
             backend=backend_of(self._group, mesh.device_type),
         )
-
-    @property
-    def communicates(self) -> bool:
-        """Whether its gathers and reductions are collectives at all."""
-        return self._shard.numel() > 0 and self.options.mesh.size() > 1
 
     @property
     def shard_ranks(self) -> list[int]:
