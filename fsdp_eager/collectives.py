@@ -75,11 +75,15 @@ class Message(NamedTuple):
 
     Attributes:
         sent: a row for each rank [W, S]; if this rank's own stays here, [W - 1, S], those of the others in rank order.
-        own: [S], this rank's row if it stays here; else room for the sum.
+        own: [S], this rank's row if it stays here.
     """
 
     sent: Tensor
-    own: Tensor
+    own: Tensor | None
+
+    def parts(self) -> list[Tensor]:
+        """Both, or the one that there is."""
+        return [self.sent] if self.own is None else [self.sent, self.own]
 
 
 def pack_gradients(
@@ -94,14 +98,15 @@ def pack_gradients(
         dtype: what travels.
         keep: the rank whose row is not sent, if there is one.
     """
-    own = gradients[0].new_empty(sum(cut.chunk_numel for cut in cuts), dtype=dtype)
-    sent = own.new_empty(world_size if keep is None else world_size - 1, own.numel())
-    if keep is None and all(cut.dim == 0 and cut.numel == world_size * cut.chunk_numel for cut in cuts):
+    numel = sum(cut.chunk_numel for cut in cuts)
+    sent = gradients[0].new_empty(world_size if keep is None else world_size - 1, numel, dtype=dtype)
+    own = None if keep is None else sent.new_empty(numel)
+    if own is None and all(cut.dim == 0 and cut.numel == world_size * cut.chunk_numel for cut in cuts):
         columns = [grad.reshape(world_size, cut.chunk_numel) for grad, cut in zip(gradients, cuts, strict=True)]
         torch.cat(columns, dim=1, out=sent)  # one kernel for all rows
         return Message(sent, own)
     targets = list(sent.unbind())
-    if keep is not None:
+    if keep is not None and own is not None:
         targets.insert(keep, own)
     parts = [_by_rank(gradient, cut, world_size) for gradient, cut in zip(gradients, cuts, strict=True)]
     for target, chunks in zip(targets, zip(*parts, strict=True), strict=True):
@@ -158,14 +163,16 @@ def launch_reduce_scatter(message: Message, group: dist.ProcessGroup, reduction:
     sent, own = message
     rank, world_size = group.rank(), group.size()
     if reduction.predivide is not None:
-        sent.div_(reduction.predivide)
-        if len(sent) < world_size:
-            own.div_(reduction.predivide)
+        for part in message.parts():
+            part.div_(reduction.predivide)
+    if own is None:
+        total = sent.new_empty(sent.shape[1])
+        if not sent.numel():
+            return PendingReduction(total)
+        work = _reduce_scatter(total, sent.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
+        return PendingReduction(total, sent, work=work)
     if not sent.numel():
         return PendingReduction(own)
-    if len(sent) == world_size:
-        work = _reduce_scatter(own, sent.view(-1), op=_OPS[reduction.op], group=group, async_op=True)
-        return PendingReduction(own, sent, work=work)
     rows = [int(other != rank) for other in range(world_size)]
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, rows, rows, group=group, async_op=True)

@@ -241,7 +241,7 @@ class Schedule:
         params = [param for param, _ in gradients]
         self._check(LAUNCH_REDUCE, group)
         message = group.reducer.pack(gradients)
-        with self._reduce_lane.launch(*message), self._range(LAUNCH_REDUCE, group):
+        with self._reduce_lane.launch(*message.parts()), self._range(LAUNCH_REDUCE, group):
             self._scattering.append((group, group.reducer.launch(params, message)))
         self._tell(LAUNCH_REDUCE, group)
 
